@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 GENERATED := tandem/v1/__init__.py
 PROTOS := $(wildcard protos/tandem/v1/*.proto)
 TYPED := $(wildcard tandem draft_service target_service bound_service coordinator benchmarks deploy models tests) \
-	protos/generate.py docs/generate.py hatch_build.py
+	protos/generate.py docs/generate.py docs/messages.py hatch_build.py
 # For what is passed on to the command: make test ARGS="-k greedy -x"
 ARGS ?=
 # Processes that run tests side by side. Tests of a file, of end_to_end or of deploy stay together: they share services.

@@ -1,5 +1,5 @@
-"""Writes docs/configuration.md from the settings classes and the tables of rules, the fields in docs/http.md, and what
-several pages say of GPUs; `--check` tells if a page is stale."""
+"""Writes docs/configuration.md from the settings classes and the tables of rules, the fields in docs/http.md, the
+messages in docs/protocol.md, and what several pages say of GPUs; `--check` tells if a page is stale."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+from messages import messages
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
@@ -43,6 +44,12 @@ PAGE = Path(__file__).with_name("configuration.md")
 HTTP_PAGE = Path(__file__).with_name("http.md")
 FIELDS_BEGIN = "<!-- fields: written by docs/generate.py -->\n"
 FIELDS_END = "<!-- end of fields -->\n"
+
+PROTOCOL_PAGE = Path(__file__).with_name("protocol.md")
+MESSAGES_BEGIN = "<!-- messages: written by docs/generate.py from the comments in protos/ -->\n"
+MESSAGES_END = "<!-- end of messages -->\n"
+SERVICES = ("DraftService", "TargetService")
+"""Those whose messages the page has."""
 
 GPU_STATE = Path(__file__).with_name("gpu-state.txt")
 """The state of tests on GPUs, in the same words wherever a reader decides about one."""
@@ -183,6 +190,13 @@ def http_page() -> str:
     return f"{before}{FIELDS_BEGIN}{table}\n\nRefused by name:\n\n{reasons}\n{FIELDS_END}{after}"
 
 
+def protocol_page() -> str:
+    """docs/protocol.md with the messages as they are by now."""
+    before, _, rest = PROTOCOL_PAGE.read_text(encoding="utf-8").partition(MESSAGES_BEGIN)
+    after = rest.partition(MESSAGES_END)[2]
+    return before + MESSAGES_BEGIN + "\n\n".join(messages(SERVICES)) + "\n" + MESSAGES_END + after
+
+
 def gpu_page(path: Path) -> str:
     """A page with the state of GPUs as it is by now."""
     state = GPU_STATE.read_text(encoding="utf-8")
@@ -194,7 +208,8 @@ def gpu_page(path: Path) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Write the pages, or check them."""
-    pages = {PAGE: page(), HTTP_PAGE: http_page(), **{path: gpu_page(path) for path in GPU_PAGES}}
+    pages = {PAGE: page(), HTTP_PAGE: http_page(), PROTOCOL_PAGE: protocol_page()}
+    pages |= {path: gpu_page(path) for path in GPU_PAGES}
     stale = [
         path for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text
     ]

@@ -16,7 +16,7 @@ from tandem.telemetry.streams import NO_SERVICE_OBSERVER, ServiceObserver
 from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceServicer
 from tandem.wire import draft as wire
-from tandem.wire.common import coverage_to_proto, model_info_to_proto
+from tandem.wire.common import COVERAGE, model_info_to_proto
 from tandem_draft.proposers import Proposer
 
 SequenceT = TypeVar("SequenceT")
@@ -110,12 +110,12 @@ class DraftServicer(DraftServiceServicer):
         if vocabularies is None:
             raise ConfigurationError("this draft cannot draft for a target with another tokenizer")
         coverage = await vocabularies.add(await wire.tokenizer_from_proto(request_iterator))
-        return draft_pb2.MapVocabularyResponse(coverage=coverage_to_proto(coverage))
+        return draft_pb2.MapVocabularyResponse(coverage=COVERAGE.to_proto(coverage))
 
     async def GetModelInfo(
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context
     ) -> draft_pb2.DraftServiceGetModelInfoResponse:
         info = replace(self.proposer.model_info, instance_id=self.streams.instance_id)
         return draft_pb2.DraftServiceGetModelInfoResponse(
-            model_info=model_info_to_proto(info), load=wire.load_to_proto(self.load.now)
+            model_info=model_info_to_proto(info), load=wire.LOAD.to_proto(self.load.now)
         )

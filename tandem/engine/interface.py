@@ -81,18 +81,12 @@ class RowRequest:
         )
         if not self.outcomes.suffices(answer.base_length, accepted, delta.token_ids[0], room):
             return answer, None
-        told = Verification(
-            answer.base_length, answer.rows, answer.cost, answer.led_token_id, len(delta.token_ids) - 1
-        )
+        told = Verification(answer.base_length, answer.rows, answer.cost, answer.proposed, delta)
         return told, self._led(delta)
 
     def following(self, answer: Verification) -> RowRequest | None:
         """The request with which the sequence goes on by itself, as an answer says; None where it does not."""
-        if answer.next_proposed < 0:
-            return None
-        delta = self._led_delta(answer)
-        assert delta is not None, "it was decided with this delta"
-        return self._led(Delta(delta.base_length, delta.token_ids[: answer.next_proposed + 1]))
+        return None if answer.goes_on is None else self._led(answer.goes_on)
 
     def _led_delta(self, answer: Verification) -> Delta | None:
         options = self.options

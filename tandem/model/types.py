@@ -290,11 +290,12 @@ class Verification:
     rows: tuple[TargetRow, ...]
     """K + 1 rows, all of one kind."""
     cost: StepCost | None = None
-    led_token_id: int = -1
-    """The last of the `base_length` tokens, if the target went on with it by itself; -1 for the answer to a step."""
-    next_proposed: int = -1
-    """Proposed tokens of the round with which the target goes on by itself, as far as its lead allows; -1: it does
-    not."""
+    proposed: tuple[int, ...] | None = None
+    """The proposal that was verified, if the target took the step by itself; None for the answer to a step that was
+    asked."""
+    goes_on: Delta | None = None
+    """The step that the target takes by itself behind this one, as far as its lead allows: the token that ends the
+    outcome, and the proposal behind it. None: it takes none."""
     serial: int = 0
     """Serial of the step that was asked. The stream that sends a verification fills it in, and the next field."""
     led: int = 0

@@ -28,7 +28,7 @@ from tandem.errors import (
 )
 from tandem.rpc.credentials import AUTHORIZATION
 from tandem.serving.protection import Scope, Tokens, authorize, scope_of
-from tandem.wire.columns import check_fields
+from tandem.wire.bounds import check_bytes
 from tandem.wire.status import Ending
 
 _GONE_SECONDS = 5.0
@@ -388,7 +388,7 @@ def _message(read: Callable[[bytes], Any], content: bytes) -> Any:
 async def _messages(read: Callable[[bytes], Any], contents: AsyncIterator[bytes]) -> AsyncIterator[Any]:
     async for content in contents:
         try:
-            check_fields(content)
+            check_bytes(content)
         except ProtocolError as error:
             raise InvalidRequestError(str(error)) from None
         yield _message(read, content)

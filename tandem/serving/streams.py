@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 
 from tandem.errors import InvalidRequestError, ProtocolError, ServiceUnavailableError
 from tandem.model.types import Cancel, Finish
+from tandem.rpc.outbox import Outbox
 from tandem.serving.interceptors import RunningCalls, ended_by
-from tandem.wire.columns import Outbox
 from tandem.wire.status import Ending
 
 OptionsT = TypeVar("OptionsT")
@@ -202,7 +202,8 @@ class Translation(Generic[OptionsT, StepT, AnswerT]):
     options: type[OptionsT]
     """Options with which sequences are opened."""
     read: Callable[[Any], Iterable[tuple[int, Any]]]
-    """Reads the requests of a message, by number of their sequence; raises ProtocolError where its parts do not fit."""
+    """Reads the requests of a message, by number of their sequence, or what is wrong with one. Raises ProtocolError
+    where the message holds too much, or what concerns no sequence."""
     write: Callable[[Iterable[tuple[int, AnswerT | Ending]]], Any]
     notes: type | tuple[()] = ()
     """Requests that do not wait for the step in progress, and are not answered."""

@@ -1,10 +1,8 @@
-"""DraftService: proposals, outcomes drafted ahead, and what asks for them, for many sequences in a message."""
+"""DraftService: proposals, outcomes drafted ahead, and what asks for them."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from itertools import chain, islice
-from struct import Struct
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import TypeAlias
 
 import numpy as np
@@ -15,7 +13,6 @@ from tandem.model.types import (
     MAX_BRANCHES,
     AheadBudget,
     Cancel,
-    Delta,
     DraftedOutcomes,
     DraftLoad,
     DraftOptions,
@@ -23,97 +20,256 @@ from tandem.model.types import (
     Proposal,
     ProposeStep,
     RowKind,
-    SparseDistribution,
     TargetTokenizer,
+    VocabularyMapping,
 )
 from tandem.v1 import draft_pb2
-from tandem.wire import columns
-from tandem.wire.common import read_requests, write_requests
-from tandem.wire.mirror import Mirror
-from tandem.wire.status import Ending, ending_from_proto, ending_to_proto
+from tandem.wire.bounds import check_message
+from tandem.wire.common import (
+    check_sequence,
+    file_parts,
+    missing,
+    read_cost,
+    read_delta,
+    read_distribution,
+    read_options,
+    read_outcomes,
+    write_cost,
+    write_delta,
+    write_distribution,
+    write_options,
+    write_outcomes,
+)
+from tandem.wire.converter import Converter, enum_codec
+from tandem.wire.status import Ending, read_ending, write_ending
 
 Request: TypeAlias = DraftOptions | ProposeStep | Finish | Cancel
-"""A coordinator's message part for one sequence."""
+"""What a coordinator says of one sequence."""
 
 Answer: TypeAlias = Proposal | DraftedOutcomes
 """A draft's answer to one sequence."""
 
-_Columns: TypeAlias = draft_pb2.ProposalColumns | draft_pb2.OutcomeColumns
-
-_STEP = Struct("<7i")
-"""Sequence, base length, number of token ids, tokens to propose, proposed tokens, branches and tokens of the budget."""
-_DEPTH = Struct("<3i")
-"""Depth, number of outcomes, number of lead tokens."""
-
-Mirror(AheadBudget, draft_pb2.AheadBudget)
-_LOAD = Mirror(DraftLoad, draft_pb2.DraftLoad)
-load_to_proto, load_from_proto = _LOAD.to_proto, _LOAD.from_proto
-_OPTIONS = Mirror(DraftOptions, draft_pb2.ProposeOpen, prompt_length="prompt_token_count")
+LOAD: Converter[DraftLoad, draft_pb2.DraftLoad] = Converter(DraftLoad, draft_pb2.DraftLoad)
+_MAPPING = enum_codec(VocabularyMapping, draft_pb2.VocabularyMapping.DESCRIPTOR, "vocabulary_mapping")
 
 
 # ---- what asks for proposals
 
 
 def requests_to_proto(requests: Iterable[tuple[int, Request]]) -> draft_pb2.ProposeRequest:
-    """A message for sequences by number; see `write_requests`."""
+    """A message of requests, each with the number of its sequence."""
     message = draft_pb2.ProposeRequest()
-    write_requests(message, requests, _OPTIONS, ProposeStep, _STEP, _numbers)
+    parts = message.parts
+    for sequence, request in requests:
+        part = parts.add()
+        part.sequence = sequence
+        if isinstance(request, ProposeStep):
+            _write_step(part.step, request)
+        elif isinstance(request, DraftOptions):
+            _write_open(part.open, request)
+        elif isinstance(request, Finish):
+            part.finish.kept_token_count = request.token_count
+        else:
+            part.cancel.SetInParent()
     return message
 
 
 def requests_from_proto(
     message: draft_pb2.ProposeRequest,
 ) -> Iterator[tuple[int, Request | InvalidRequestError]]:
-    """The requests of a message; see `read_requests`."""
-    records = columns.unpack_records(_STEP, message.steps.records, "steps")
-    return read_requests(message, _options_from_proto, records, _step)
+    """The requests of a message, each with the number of its sequence; an error in place of one that is wrong."""
+    check_message(message)
+    for part in message.parts:
+        sequence = check_sequence(part)
+        try:
+            yield sequence, _read_request(part)
+        except InvalidRequestError as error:
+            yield sequence, error
 
 
-def _options_from_proto(message: draft_pb2.ProposeOpen) -> DraftOptions:
-    options = _OPTIONS.from_proto(message)
+def _read_request(part: draft_pb2.ProposeRequest.Part) -> Request:
+    match part.WhichOneof("content"):
+        case "step":
+            return _read_step(part.step)
+        case "open":
+            return _read_open(part.open)
+        case "finish":
+            return Finish(part.finish.kept_token_count)
+        case "cancel":
+            return Cancel()
+        case _:
+            raise InvalidRequestError("a part has no content; it must hold open, step, finish or cancel")
+
+
+def _write_open(message: draft_pb2.ProposeOpen, options: DraftOptions) -> None:
+    write_options(message, options)
+    message.with_distributions = options.row_kind is RowKind.SUPPORT
+    message.draft_top_k = options.draft_top_k
+    message.draft_support_mass = options.draft_support_mass
+    message.with_token_logits = options.with_token_logits
+    message.noise_is_unknown = options.noise_is_unknown
+    message.tokenizer_hash = options.tokenizer_hash
+    message.vocabulary_mapping = _MAPPING.encode(options.vocabulary_mapping)
+    message.vocabulary_size = options.vocabulary_size
+    if options.ahead is not None:
+        _write_budget(message.ahead, options.ahead)
+
+
+def _read_open(message: draft_pb2.ProposeOpen) -> DraftOptions:
+    options = DraftOptions(
+        **read_options(message),
+        row_kind=RowKind.SUPPORT if message.with_distributions else RowKind.TOKEN,
+        draft_top_k=message.draft_top_k,
+        with_token_logits=message.with_token_logits,
+        ahead=_read_budget(message.ahead) if message.HasField("ahead") else None,
+        tokenizer_hash=message.tokenizer_hash,
+        vocabulary_mapping=_MAPPING.decode(message.vocabulary_mapping),
+        draft_support_mass=message.draft_support_mass,
+        noise_is_unknown=message.noise_is_unknown,
+        vocabulary_size=message.vocabulary_size,
+    )
     if options.draft_top_k < 0:
         raise InvalidRequestError(f"draft_top_k is {options.draft_top_k}; it must be at least 0")
     if not 0.0 <= options.draft_support_mass <= 1.0:
         raise InvalidRequestError(f"draft_support_mass is {options.draft_support_mass}; it must be in 0..1")
     if options.vocabulary_size < 0:
         raise InvalidRequestError(f"vocabulary_size is {options.vocabulary_size}; it must be at least 0")
-    if options.row_kind is RowKind.DENSE:
-        raise InvalidRequestError("row_kind is ROW_KIND_DENSE; a draft has token and support rows")
-    if options.ahead is not None:
-        _check_budget(options.ahead)
     return options
 
 
-def _numbers(step: ProposeStep) -> tuple[int, ...]:
-    budget = step.ahead
-    branches, tokens = (budget.branch_count, budget.token_count) if budget else (0, 0)
-    return step.token_count, step.proposed_count, branches, tokens
+def _write_step(message: draft_pb2.ProposeStep, step: ProposeStep) -> None:
+    if step.is_answered:
+        write_delta(message.committed, step.delta, 0)
+        message.propose.max_tokens = step.token_count
+        if step.ahead is not None:
+            _write_budget(message.propose.ahead, step.ahead)
+    else:
+        assert step.ahead is not None, "so it has no answer of its own"
+        proposed = write_delta(message.committed, step.delta, step.proposed_count)
+        message.draft_ahead.token_ids.extend(proposed)
+        _write_budget(message.draft_ahead.ahead, step.ahead)
 
 
-def _step(delta: Delta, size: int, proposed: int, branches: int, tokens: int) -> ProposeStep:
-    if size < 0:
-        raise InvalidRequestError(f"the proposal size is {size}; it must be at least 0")
-    if not branches and not tokens:
-        return ProposeStep(delta, size)
-    if not 0 <= proposed < max(delta.length, 1):
-        raise InvalidRequestError(
-            f"proposed_count is {proposed}; it must be from 0 to below the number of tokens, {delta.length}"
-        )
-    if proposed and size:
-        raise InvalidRequestError(
-            f"proposed_count is {proposed} and the proposal size {size}; one of them must be 0"
-        )
-    return ProposeStep(delta, size, _check_budget(AheadBudget(branches, tokens)), proposed)
+def _read_step(message: draft_pb2.ProposeStep) -> ProposeStep:
+    match message.WhichOneof("question"):
+        case "propose":
+            asked = message.propose
+            if asked.max_tokens < 0:
+                raise InvalidRequestError(f"max_tokens is {asked.max_tokens}; it must be at least 0")
+            budget = _read_budget(asked.ahead) if asked.HasField("ahead") else None
+            if budget is not None and not asked.max_tokens:
+                raise InvalidRequestError(
+                    "max_tokens is 0 and ahead is set; outcomes alone are for draft_ahead"
+                )
+            return ProposeStep(read_delta(message, ()), asked.max_tokens, budget)
+        case "draft_ahead":
+            if not message.draft_ahead.HasField("ahead"):
+                raise missing("draft_ahead.ahead")
+            proposed = message.draft_ahead.token_ids[:]
+            delta = read_delta(message, proposed)
+            if proposed and delta.length == len(proposed):
+                raise InvalidRequestError(
+                    f"draft_ahead.token_ids are {len(proposed)} tokens behind no committed one; there must be one"
+                )
+            return ProposeStep(delta, 0, _read_budget(message.draft_ahead.ahead), len(proposed))
+        case _:
+            raise missing("step.question (propose or draft_ahead)")
 
 
-def _check_budget(budget: AheadBudget) -> AheadBudget:
+def _write_budget(message: draft_pb2.AheadBudget, budget: AheadBudget) -> None:
+    message.branch_count = budget.branch_count
+    message.token_count = budget.token_count
+
+
+def _read_budget(message: draft_pb2.AheadBudget) -> AheadBudget:
     for name, value, limit in (
-        ("branch_count", budget.branch_count, MAX_BRANCHES),
-        ("token_count", budget.token_count, MAX_AHEAD_TOKENS),
+        ("branch_count", message.branch_count, MAX_BRANCHES),
+        ("token_count", message.token_count, MAX_AHEAD_TOKENS),
     ):
         if not 1 <= value <= limit:
             raise InvalidRequestError(f"{name} of the budget is {value}; it must be from 1 to {limit}")
-    return budget
+    return AheadBudget(message.branch_count, message.token_count)
+
+
+# ---- proposals and outcomes
+
+
+def answers_to_proto(
+    answers: Iterable[tuple[int, Answer | Ending]], load: DraftLoad | None = None
+) -> draft_pb2.ProposeResponse:
+    """A message of answers, each with the number of its sequence, and how busy the service is."""
+    message = draft_pb2.ProposeResponse()
+    if load is not None:
+        message.load.CopyFrom(LOAD.to_proto(load))
+    parts = message.parts
+    for sequence, answer in answers:
+        part = parts.add()
+        part.sequence = sequence
+        if isinstance(answer, Proposal):
+            _write_proposal(part.proposal, answer)
+        elif isinstance(answer, DraftedOutcomes):
+            write_outcomes(part.outcomes, answer)
+        else:
+            write_ending(part.ending, answer)
+    return message
+
+
+def answers_from_proto(
+    message: draft_pb2.ProposeResponse,
+) -> Iterator[tuple[int, Answer | Ending | ProtocolError]]:
+    """The answers of a message, each with the number of its sequence; an error in place of one that is wrong."""
+    check_message(message)
+    for part in message.parts:
+        sequence = check_sequence(part)
+        try:
+            yield sequence, _read_answer(part)
+        except ProtocolError as error:
+            yield sequence, error
+
+
+def _read_answer(part: draft_pb2.ProposeResponse.Part) -> Answer | Ending:
+    match part.WhichOneof("content"):
+        case "proposal":
+            return _read_proposal(part.proposal)
+        case "outcomes":
+            return read_outcomes(part.outcomes)
+        case "ending":
+            return read_ending(part.ending)
+        case _:
+            raise ProtocolError("a part has no content; it must hold proposal, outcomes or ending")
+
+
+def _write_proposal(message: draft_pb2.Proposal, proposal: Proposal) -> None:
+    message.base_length = proposal.base_length
+    message.token_ids.extend(proposal.token_ids)
+    for distribution in proposal.distributions:
+        write_distribution(message.distributions.add(), distribution)
+    if proposal.token_logits is not None:
+        message.token_logits.extend(proposal.token_logits.tolist())
+    if proposal.cost is not None:
+        write_cost(message.cost, proposal.cost)
+
+
+def _read_proposal(message: draft_pb2.Proposal) -> Proposal:
+    token_ids = tuple(message.token_ids)
+    distributions = tuple(map(read_distribution, message.distributions))
+    count = len(token_ids)
+    if len(distributions) not in (0, count):
+        raise ProtocolError(
+            f"{count} tokens came with {len(distributions)} distributions; there must be one for each token or none"
+        )
+    logits = message.token_logits[:]
+    if len(logits) not in (0, count):
+        raise ProtocolError(
+            f"{count} tokens came with {len(logits)} logits; there must be one for each token or none"
+        )
+    return Proposal(
+        base_length=message.base_length,
+        token_ids=token_ids,
+        distributions=distributions,
+        token_logits=np.array(logits, np.float32) if logits else None,
+        cost=read_cost(message.cost) if message.HasField("cost") else None,
+    )
 
 
 # ---- tokenizers of targets
@@ -128,7 +284,7 @@ def tokenizer_to_proto(tokenizer: TargetTokenizer) -> Iterator[draft_pb2.MapVoca
     yield draft_pb2.MapVocabularyRequest(
         tokenizer_hash=tokenizer.hash, vocabulary_size=size, eos_token_ids=tokenizer.eos_token_ids
     )
-    for part in columns.parts_of(tokenizer.content):
+    for part in file_parts(tokenizer.content):
         yield draft_pb2.MapVocabularyRequest(content=part)
 
 
@@ -138,151 +294,14 @@ async def tokenizer_from_proto(parts: AsyncIterator[draft_pb2.MapVocabularyReque
     async for part in parts:
         if not first.tokenizer_hash:
             first = part
+            check_message(part)
         content += part.content
         if len(content) > MAX_TOKENIZER_BYTES:
             raise InvalidRequestError(
                 f"the tokenizer is too large; at most {MAX_TOKENIZER_BYTES} bytes are taken"
             )
-    columns.check_count(len(first.eos_token_ids), "ids that end a text")
     if not first.tokenizer_hash or first.vocabulary_size <= 0:
         raise InvalidRequestError("the tokenizer came without its hash or without the size of the vocabulary")
     return TargetTokenizer(
         first.tokenizer_hash, first.vocabulary_size, bytes(content), tuple(first.eos_token_ids)
     )
-
-
-# ---- proposals and outcomes
-
-
-def answers_to_proto(
-    answers: Iterable[tuple[int, Answer | Ending]], load: DraftLoad | None = None
-) -> draft_pb2.ProposeResponse:
-    """A message of answers to sequences by number, and how busy the service is; those of one form become one block."""
-    message = draft_pb2.ProposeResponse()
-    if load is not None:
-        message.load.CopyFrom(load_to_proto(load))
-    proposals: dict[tuple[bool, bool], list[tuple[int, Proposal]]] = {}
-    outcomes: dict[bool, list[tuple[int, DraftedOutcomes]]] = {}
-    for sequence, answer in answers:
-        if isinstance(answer, Proposal):
-            form = bool(answer.distributions), answer.token_logits is not None
-            proposals.setdefault(form, []).append((sequence, answer))
-        elif isinstance(answer, DraftedOutcomes):
-            outcomes.setdefault(bool(answer.distributions), []).append((sequence, answer))
-        else:
-            message.ends.append(ending_to_proto(sequence, answer))
-    for block in proposals.values():
-        added = message.proposals.add()
-        _write_tokens(added, block)
-        logits = [proposal.token_logits for _, proposal in block if proposal.token_logits is not None]
-        added.token_logits = columns.pack_floats(np.concatenate(logits)) if logits else b""
-    for pushed in outcomes.values():
-        outcomes_to_proto(message.outcomes.add(), pushed)
-    return message
-
-
-def outcomes_to_proto(
-    message: draft_pb2.OutcomeColumns, numbered: Sequence[tuple[int, DraftedOutcomes]]
-) -> None:
-    """Write outcomes, each by the number of its sequence; all of them have distributions, or none."""
-    outcomes = [each for _, each in numbered]
-    _write_tokens(message, numbered)
-    message.depths = b"".join(
-        [_DEPTH.pack(each.depth, len(each.accepted_counts), len(each.lead_token_ids)) for each in outcomes]
-    )
-    message.accepted_counts = _joined(each.accepted_counts for each in outcomes)
-    message.next_token_ids = _joined(each.next_token_ids for each in outcomes)
-    message.lead_token_ids = _joined(each.lead_token_ids for each in outcomes)
-
-
-def _write_tokens(message: _Columns, numbered: Sequence[tuple[int, Answer]]) -> None:
-    """Write the columns of any answers: their records, their tokens, and what these were drawn from."""
-    message.records = columns.pack_answers((number, each, len(each.token_ids)) for number, each in numbered)
-    message.token_ids = _joined(each.token_ids for _, each in numbered)
-    if drawn_from := [distribution for _, each in numbered for distribution in each.distributions]:
-        drawn = message.distributions
-        drawn.support_sizes = columns.pack_ints([len(each.token_ids) for each in drawn_from])
-        drawn.support_ids = columns.pack_ids([each.token_ids for each in drawn_from])
-        drawn.probabilities = columns.pack_floats(np.concatenate([each.probs for each in drawn_from]))
-
-
-def _joined(parts: Iterable[Sequence[int]]) -> bytes:
-    return columns.pack_ints(list(chain.from_iterable(parts)))
-
-
-def answers_from_proto(message: draft_pb2.ProposeResponse) -> Iterator[tuple[int, Answer | Ending]]:
-    """The answers of a message, by number of the sequence."""
-    block_count = len(message.proposals) + len(message.outcomes)
-    columns.check_count(block_count + len(message.ends), "blocks and ends")
-    blocks: list[_Columns] = [*message.proposals, *message.outcomes]
-    columns.check_count(sum([columns.answer_count(each.records) for each in blocks]), "answers")
-    columns.check_count(sum([len(each.token_ids) // 4 for each in blocks]), "tokens", columns.MAX_ROWS)
-    for proposals in message.proposals:
-        answers, token_ids, distributions = _read_tokens(proposals)
-        has_logits, start = bool(proposals.token_logits), 0
-        logits = columns.unpack_floats(
-            proposals.token_logits, "logits", has_logits * sum(map(len, token_ids))
-        )
-        for (sequence, base_length, count, cost), own, drawn_from in zip(
-            answers, token_ids, distributions, strict=True
-        ):
-            own_logits = logits[start : start + count] if has_logits else None
-            start += count
-            yield sequence, Proposal(base_length, own, drawn_from, own_logits, cost)
-    for outcomes in message.outcomes:
-        yield from outcomes_from_proto(outcomes)
-    for end in message.ends:
-        yield end.sequence, ending_from_proto(end)
-
-
-def outcomes_from_proto(message: draft_pb2.OutcomeColumns) -> Iterator[tuple[int, DraftedOutcomes]]:
-    """The outcomes of a message, by number of the sequence."""
-    answers, token_ids, distributions = _read_tokens(message)
-    depths = columns.unpack_records(_DEPTH, message.depths, "depths", len(answers))
-    outcomes = [count for _, count, _ in depths]
-    parts = zip(
-        token_ids,
-        columns.split(message.accepted_counts, outcomes, "accepted counts"),
-        columns.split(message.next_token_ids, outcomes, "next tokens"),
-        distributions,
-        columns.split(message.lead_token_ids, [count for _, _, count in depths], "lead tokens"),
-        strict=True,
-    )
-    for (sequence, base_length, _, cost), (depth, _, _), own in zip(answers, depths, parts, strict=True):
-        yield sequence, DraftedOutcomes(base_length, depth, *own, cost)
-
-
-def sums_to_one(total: float) -> bool:
-    """True if probabilities with this sum may be a distribution, after rounding to binary32."""
-    return 0.999 < total < 1.001
-
-
-def _read_tokens(
-    message: _Columns,
-) -> tuple[list[columns.AnswerRecord], list[tuple[int, ...]], list[tuple[SparseDistribution, ...]]]:
-    """Of each answer its record, its tokens, and what each token was drawn from; nothing where it is deterministic."""
-    answers = list(columns.unpack_answers(message.records))
-    counts = [count for _, _, count, _ in answers]
-    tokens = columns.split(message.token_ids, counts, "tokens")
-    drawn = message.distributions
-    if not drawn.ByteSize():
-        return answers, tokens, [()] * len(counts)
-    size_count = len(drawn.support_sizes) // 4
-    if size_count not in (0, sum(counts)):
-        raise ProtocolError(
-            f"{sum(counts)} tokens came with {size_count} distributions; there must be one for each token or none"
-        )
-    sizes = columns.unpack_ints(drawn.support_sizes, "support sizes")
-    columns.check_count(len(drawn.support_ids) // 4, "ids in distributions", columns.MAX_SUPPORT_IDS)
-    token_ids = columns.unpack_ids(drawn.support_ids, "support ids")
-    spans = columns.bounds(sizes, len(token_ids), "support ids")
-    probs = columns.unpack_floats(drawn.probabilities, "probabilities", len(token_ids))
-    # Supports are short: Python's own sum over a list is faster than numpy's, which takes microseconds to begin.
-    values = probs.tolist()
-    totals = [sum(values[first:last]) for first, last in spans]
-    # binary32 rounded each probability; the draft sampled in proportion to them. One that does not sum to 1 stays as
-    # it is, for whoever refuses it.
-    divisors = [each if sums_to_one(each) else 1.0 for each in totals]
-    scaled = probs.astype(float) / np.repeat(divisors, sizes)
-    each = iter([SparseDistribution(token_ids[first:last], scaled[first:last]) for first, last in spans])
-    return answers, tokens, [tuple(islice(each, count)) for count in counts]

@@ -17,21 +17,34 @@ from tandem.model.types import (
     Summary,
     TokenLogprobs,
 )
-from tandem.v1 import generation_pb2
+from tandem.v1 import generation_pb2, types_pb2
+from tandem.wire.common import GRAMMAR, ROW_KIND, SAMPLING
+from tandem.wire.converter import Codec, Converter
 
-# Parts of these messages have their mirrors there.
-from tandem.wire import common  # noqa: F401
-from tandem.wire.mirror import Mirror, travels_by
-
-# Parts before the whole.
-Mirror(PositionStats, generation_pb2.PositionFigures)
-Mirror(AheadStats, generation_pb2.AheadFigures, hits_by_rank="rank_hit_counts")
-Mirror(LeadStats, generation_pb2.LeadFigures)
-Mirror(SpeculationStats, generation_pb2.SpeculationFigures)
-Mirror(DecidingFigure, generation_pb2.DecidingFigure)
-Mirror(SpeculationState, generation_pb2.SpeculationState, num_speculative_tokens="token_count")
-_SUMMARY = Mirror(Summary, generation_pb2.GenerationSummary, apart=("stop_reason",))
-_REQUEST = Mirror(GenerationRequest, generation_pb2.GenerateRequest, apart=("prompt", "speculation"))
+SPECULATION: Converter[SpeculationStats, generation_pb2.SpeculationFigures] = Converter(
+    SpeculationStats,
+    generation_pb2.SpeculationFigures,
+    Converter(PositionStats, generation_pb2.PositionFigures),
+    Converter(AheadStats, generation_pb2.AheadFigures, hits_by_rank="rank_hit_counts"),
+    Converter(LeadStats, generation_pb2.LeadFigures),
+)
+SPECULATION_STATE: Converter[SpeculationState, generation_pb2.SpeculationState] = Converter(
+    SpeculationState,
+    generation_pb2.SpeculationState,
+    Converter(DecidingFigure, generation_pb2.DecidingFigure),
+    num_speculative_tokens="token_count",
+)
+_SUMMARY: Converter[Summary, generation_pb2.GenerationSummary] = Converter(
+    Summary,
+    generation_pb2.GenerationSummary,
+    SPECULATION,
+    SPECULATION_STATE,
+    SAMPLING,
+    apart=("stop_reason",),
+)
+_REQUEST: Converter[GenerationRequest, generation_pb2.GenerateRequest] = Converter(
+    GenerationRequest, generation_pb2.GenerateRequest, GRAMMAR, ROW_KIND, apart=("prompt", "speculation")
+)
 
 
 def request_to_proto(request: GenerationRequest) -> generation_pb2.GenerateRequest:
@@ -68,7 +81,7 @@ def chat_from_proto(message: generation_pb2.RenderChatRequest) -> list[ChatMessa
 
 def chat_prompt_to_proto(token_ids: Sequence[int]) -> generation_pb2.RenderChatResponse:
     """The prompt that a chat makes as a message."""
-    return generation_pb2.RenderChatResponse(prompt=generation_pb2.TokenIds(token_ids=token_ids))
+    return generation_pb2.RenderChatResponse(prompt=types_pb2.TokenIds(token_ids=token_ids))
 
 
 def chat_prompt_from_proto(message: generation_pb2.RenderChatResponse) -> tuple[int, ...]:
@@ -90,7 +103,11 @@ def _summary_from_proto(message: generation_pb2.GenerationSummary) -> Summary:
     return _SUMMARY.from_proto(message, stop_reason=None if field is None else getattr(message, field))
 
 
-travels_by(Summary, _summary_to_proto, _summary_from_proto)
-Mirror(TokenLogprobs, generation_pb2.TokenLogprobs)
-_CHUNK = Mirror(Chunk, generation_pb2.GenerateResponse)
-chunk_to_proto, chunk_from_proto = _CHUNK.to_proto, _CHUNK.from_proto
+_CHUNK: Converter[Chunk, generation_pb2.GenerateResponse] = Converter(
+    Chunk,
+    generation_pb2.GenerateResponse,
+    Converter(TokenLogprobs, generation_pb2.TokenLogprobs),
+    Codec(Summary, _summary_to_proto, _summary_from_proto),
+)
+chunk_to_proto = _CHUNK.to_proto
+chunk_from_proto = _CHUNK.from_proto

@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from tandem.v1.types_pb2 import SequenceEnd
+from tandem.v1 import types_pb2
 
 # gRPC's own name for the header (googleapis, google/rpc/status.proto).
 _DETAILS = "grpc-status-details-bin"
@@ -42,17 +42,15 @@ class Ending:
         return ((_DETAILS, status.SerializeToString()),)
 
 
-def ending_to_proto(sequence: int, ending: Ending) -> SequenceEnd:
-    """The end of a sequence on a stream that continues."""
-    return SequenceEnd(
-        sequence=sequence,
-        code=ending.code.value[0],
-        message=ending.sentence,
-        retry_after_seconds=ending.retry_after_seconds,
-    )
+def write_ending(message: types_pb2.Ending, ending: Ending) -> None:
+    """Write the end of a sequence on a stream that continues."""
+    message.code = ending.code.value[0]
+    message.message = ending.sentence
+    if ending.retry_after_seconds is not None:
+        message.retry_after_seconds = ending.retry_after_seconds
 
 
-def ending_from_proto(message: SequenceEnd) -> Ending:
+def read_ending(message: types_pb2.Ending) -> Ending:
     """The end of a sequence, from the peer's message; a code that gRPC does not have is UNKNOWN."""
     return Ending(
         _CODES.get(message.code, grpc.StatusCode.UNKNOWN),

@@ -1,12 +1,11 @@
-"""TargetService: verifications and what asks for them, for many sequences in a message."""
+"""TargetService: verifications and what asks for them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, repeat
-from struct import Struct
-from typing import Any, TypeAlias
+from itertools import chain, repeat
+from typing import TypeAlias
 
 import numpy as np
 
@@ -21,13 +20,11 @@ from tandem.model.types import (
     DenseRow,
     DraftedOutcomes,
     Finish,
-    FloatArray,
     IntArray,
     LogitAdjustments,
     Pending,
     RowKind,
     RowStatistics,
-    StepCost,
     SupportRow,
     TargetOptions,
     TargetRow,
@@ -35,35 +32,33 @@ from tandem.model.types import (
     Verification,
     VerifyStep,
 )
-from tandem.v1 import target_pb2
-from tandem.wire import columns, common
-from tandem.wire.draft import outcomes_from_proto, outcomes_to_proto
-from tandem.wire.mirror import Mirror
-from tandem.wire.status import Ending, ending_from_proto, ending_to_proto
+from tandem.v1 import target_pb2, types_pb2
+from tandem.wire.bounds import check_message
+from tandem.wire.common import (
+    ROW_KIND,
+    check_sequence,
+    int_array,
+    logits_from_tensor,
+    logits_to_tensor,
+    missing,
+    read_cost,
+    read_delta,
+    read_options,
+    read_outcomes,
+    write_cost,
+    write_delta,
+    write_options,
+    write_outcomes,
+)
+from tandem.wire.converter import Converter
+from tandem.wire.status import Ending, read_ending, write_ending
 
 Request: TypeAlias = TargetOptions | VerifyStep | DraftedOutcomes | Finish | Cancel
-"""A coordinator's message part for one sequence."""
+"""What a coordinator says of one sequence."""
 
-_STEP = Struct("<10i")
-"""Sequence, base length, number of token ids, row kind, row count, 1 with statistics, lead, fewest proposed tokens,
-1 for alone after a miss, serial."""
-_PENDING = Struct("<3i")
-"""Sequence, serial, 1 for a step that waits for room."""
-_LABEL = Struct("<2i")
-"""Serial of the step that was asked, and the number of steps behind it."""
-_SUPPORT_ROW = Struct("<ifif")
-"""Ids of the support, mass outside, the sample from outside, its probability."""
-_STATISTICS = Struct("<ffi")
-"""Entropy, maximum probability, argmax."""
 _EMPTY_SUPPORT: IntArray = np.empty(0, dtype=np.int64)
-_HAS_SUPPORTS = common.row_kind_to_proto(RowKind.SUPPORT)
-
-Mirror(LogitAdjustments, target_pb2.LogitAdjustments)
-_OPTIONS = Mirror(
-    TargetOptions,
-    target_pb2.VerifyOpen,
-    prompt_length="prompt_token_count",
-    adjustments="logit_adjustments",
+_ADJUSTMENTS: Converter[LogitAdjustments, target_pb2.LogitAdjustments] = Converter(
+    LogitAdjustments, target_pb2.LogitAdjustments
 )
 
 
@@ -71,84 +66,70 @@ _OPTIONS = Mirror(
 
 
 def requests_to_proto(requests: Iterable[tuple[int, Request]]) -> target_pb2.VerifyRequest:
-    """A message for sequences by number; see `write_requests`."""
+    """A message of requests, each with the number of its sequence."""
     message = target_pb2.VerifyRequest()
-    requests = list(requests)
-    if outcomes := [(number, each) for number, each in requests if isinstance(each, DraftedOutcomes)]:
-        outcomes_to_proto(message.outcomes, outcomes)
-        requests = [each for each in requests if not isinstance(each[1], DraftedOutcomes)]
-    supports: list[IntArray] = []
-    for step in common.write_requests(message, requests, _OPTIONS, VerifyStep, _STEP, _numbers):
-        if step.row_kind is RowKind.SUPPORT:
-            supports += step.supports
-            supports += [_EMPTY_SUPPORT] * (step.row_count - len(step.supports))
-    if supports:
-        message.steps.support_sizes = columns.pack_ints([len(support) for support in supports])
-        message.steps.support_ids = columns.pack_ids(supports)
+    parts = message.parts
+    for sequence, request in requests:
+        part = parts.add()
+        part.sequence = sequence
+        if isinstance(request, VerifyStep):
+            _write_step(part.step, request)
+        elif isinstance(request, DraftedOutcomes):
+            write_outcomes(part.outcomes, request)
+        elif isinstance(request, TargetOptions):
+            _write_open(part.open, request)
+        elif isinstance(request, Finish):
+            part.finish.kept_token_count = request.token_count
+        else:
+            part.cancel.SetInParent()
     return message
-
-
-def _numbers(step: VerifyStep) -> tuple[int, ...]:
-    kind = common.row_kind_to_proto(step.row_kind)
-    flags = step.with_statistics, step.lead, step.min_proposed, step.alone_after_miss
-    return kind, step.row_count, *flags, step.serial
 
 
 def requests_from_proto(
     message: target_pb2.VerifyRequest,
 ) -> Iterator[tuple[int, Request | InvalidRequestError]]:
-    """The requests of a message; see `read_requests`."""
-    records = columns.unpack_records(_STEP, message.steps.records, "steps")
-    supports = iter(_supports_from_proto(message.steps, records))
-
-    def step(
-        delta: Delta,
-        kind: int,
-        rows: int,
-        statistics: int,
-        lead: int,
-        min_proposed: int,
-        alone: int,
-        serial: int,
-    ) -> VerifyStep:
-        own = tuple(islice(supports, max(rows, 0))) if kind == _HAS_SUPPORTS else ()
-        if rows < 0:
-            raise InvalidRequestError(f"row_count is {rows}; it must be at least 0")
-        if not 0 <= lead <= MAX_LEAD:
-            raise InvalidRequestError(f"lead is {lead}; it must be from 0 to {MAX_LEAD}")
-        row_kind = common.row_kind_from_proto(kind)
-        return VerifyStep(
-            delta, row_kind, rows, own, bool(statistics), lead, min_proposed, bool(alone), serial
-        )
-
-    columns.check_count(len(message.opens), "opens")
-    columns.check_count(sum(map(_listed_ids, message.opens)), "ids of biases and ends", columns.MAX_IDS)
-    yield from common.read_requests(message, _options_from_proto, records, step)
-    if message.HasField("outcomes"):
-        for sequence, drafted in outcomes_from_proto(message.outcomes):
-            yield sequence, _check_outcomes(drafted)
+    """The requests of a message, each with the number of its sequence; an error in place of one that is wrong."""
+    check_message(message)
+    for part in message.parts:
+        sequence = check_sequence(part)
+        try:
+            yield sequence, _read_request(part)
+        except InvalidRequestError as error:
+            yield sequence, error
+        except ProtocolError as error:
+            yield sequence, InvalidRequestError(str(error))
 
 
-def _listed_ids(message: target_pb2.VerifyOpen) -> int:
-    wanted = message.logit_adjustments
-    return len(message.end_token_ids) + len(wanted.biases) + len(wanted.suppressed_token_ids)
+def _read_request(part: target_pb2.VerifyRequest.Part) -> Request:
+    match part.WhichOneof("content"):
+        case "step":
+            return _read_step(part.step)
+        case "outcomes":
+            return _check_outcomes(read_outcomes(part.outcomes))
+        case "open":
+            return _read_open(part.open)
+        case "finish":
+            return Finish(part.finish.kept_token_count)
+        case "cancel":
+            return Cancel()
+        case _:
+            raise InvalidRequestError(
+                "a part has no content; it must hold open, step, outcomes, finish or cancel"
+            )
 
 
-def _check_outcomes(drafted: DraftedOutcomes) -> DraftedOutcomes | InvalidRequestError:
-    depth = drafted.depth + len(drafted.lead_token_ids)
-    if not 0 <= drafted.depth <= depth < MAX_AHEAD_TOKENS or len(drafted.token_ids) > MAX_BRANCHES:
-        return InvalidRequestError(
-            f"{len(drafted.token_ids)} outcomes came at depth {depth}; there must be at most {MAX_BRANCHES}, and "
-            f"depths must be in 0..{MAX_AHEAD_TOKENS - 1}"
-        )
-    return drafted
+def _write_open(message: target_pb2.VerifyOpen, options: TargetOptions) -> None:
+    write_options(message, options)
+    message.end_token_ids.extend(options.end_token_ids)
+    if options.adjustments != _NO_ADJUSTMENTS:
+        message.logit_adjustments.MergeFrom(_ADJUSTMENTS.to_proto(options.adjustments))
 
 
-def _options_from_proto(message: target_pb2.VerifyOpen) -> TargetOptions:
-    options = _OPTIONS.from_proto(message)
-    adjustments = options.adjustments
-    if options.prompt_length < 0:
-        raise InvalidRequestError(f"prompt_token_count is {options.prompt_length}; it must be at least 0")
+_NO_ADJUSTMENTS = LogitAdjustments()
+
+
+def _read_open(message: target_pb2.VerifyOpen) -> TargetOptions:
+    adjustments = _ADJUSTMENTS.from_proto(message.logit_adjustments)
     if adjustments.min_tokens < 0:
         raise InvalidRequestError(f"min_tokens is {adjustments.min_tokens}; it must be at least 0")
     for token_id, bias in adjustments.biases.items():
@@ -157,19 +138,100 @@ def _options_from_proto(message: target_pb2.VerifyOpen) -> TargetOptions:
                 f"the bias of token {token_id} is {bias:g}; it must be between {-MAX_LOGIT_BIAS:g} and "
                 f"{MAX_LOGIT_BIAS:g}"
             )
-    return options
+    return TargetOptions(
+        **read_options(message), adjustments=adjustments, end_token_ids=tuple(message.end_token_ids)
+    )
 
 
-def _supports_from_proto(message: target_pb2.VerifySteps, records: Sequence[Any]) -> list[IntArray]:
-    count = sum([max(record[4], 0) for record in records if record[3] == _HAS_SUPPORTS])
-    if not count:
-        return []
-    columns.check_count(count, "rows", columns.MAX_ROWS)
-    sizes = columns.unpack_ints(message.support_sizes, "support sizes")
-    if len(sizes) != count:
-        raise ProtocolError(f"{len(sizes)} supports came for {count} rows")
-    ids = columns.unpack_ids(message.support_ids, "support ids")
-    return [ids[start:stop] for start, stop in columns.bounds(sizes, len(ids), "support ids")]
+def _write_step(message: target_pb2.VerifyStep, step: VerifyStep) -> None:
+    message.serial = step.serial
+    proposed = write_delta(message.committed, step.delta, max(step.row_count - 1, 0))
+    given = message.given
+    if proposed:
+        given.token_ids.extend(proposed)
+    else:
+        given.SetInParent()
+    if step.row_count:
+        rows = message.rows
+        rows.kind = _ROW_KINDS[step.row_kind]
+        if step.supports:
+            supports = rows.supports
+            for support in step.supports:
+                supports.add().token_ids.extend(support.tolist())
+        if step.with_statistics:
+            rows.with_statistics = True
+    if step.lead or step.min_proposed or step.alone_after_miss:
+        lead = message.lead
+        lead.credits = step.lead
+        lead.min_tokens = step.min_proposed
+        if step.alone_after_miss:
+            lead.after_miss = target_pb2.AFTER_MISS_ALONE
+
+
+_ROW_KINDS = {kind: ROW_KIND.encode(kind) for kind in RowKind}
+_KINDS_OF_ROWS = {number: kind for kind, number in _ROW_KINDS.items()} | {
+    types_pb2.ROW_KIND_UNSPECIFIED: RowKind.TOKEN
+}
+
+
+def _read_step(message: target_pb2.VerifyStep) -> VerifyStep:
+    if message.WhichOneof("proposal") is None:
+        raise missing("step.proposal (given)")
+    if message.serial < 0:
+        raise InvalidRequestError(f"serial is {message.serial}; it must be at least 0")
+    proposed = message.given.token_ids[:]
+    delta = read_delta(message, proposed)
+    kind = RowKind.TOKEN
+    row_count = 0
+    supports: tuple[IntArray, ...] = ()
+    with_statistics = False
+    if message.HasField("rows"):
+        rows = message.rows
+        row_count = len(proposed) + 1
+        if (found := _KINDS_OF_ROWS.get(rows.kind)) is None:
+            raise InvalidRequestError(f"rows.kind is {rows.kind}; it must be a RowKind of the protocol")
+        kind = found
+        with_statistics = rows.with_statistics
+        if kind is RowKind.SUPPORT:
+            supports = _read_supports(rows.supports, row_count)
+    elif proposed:
+        raise InvalidRequestError(
+            f"the step proposes {len(proposed)} tokens and asks for no rows; rows must be set, or nothing proposed"
+        )
+    if not message.HasField("lead"):
+        return VerifyStep(delta, kind, row_count, supports, with_statistics, serial=message.serial)
+    lead = message.lead
+    if not 0 <= lead.credits <= MAX_LEAD:
+        raise InvalidRequestError(f"lead.credits is {lead.credits}; it must be from 0 to {MAX_LEAD}")
+    return VerifyStep(
+        delta,
+        kind,
+        row_count,
+        supports,
+        with_statistics,
+        lead=lead.credits,
+        min_proposed=lead.min_tokens,
+        alone_after_miss=lead.after_miss == target_pb2.AFTER_MISS_ALONE,
+        serial=message.serial,
+    )
+
+
+def _read_supports(messages: Sequence[types_pb2.TokenIds], row_count: int) -> tuple[IntArray, ...]:
+    if len(messages) > row_count:
+        raise InvalidRequestError(
+            f"{len(messages)} supports came for {row_count} rows; there may be one for each"
+        )
+    return tuple([int_array(each.token_ids[:]) for each in messages])
+
+
+def _check_outcomes(drafted: DraftedOutcomes) -> DraftedOutcomes:
+    depth = drafted.depth + len(drafted.lead_token_ids)
+    if not 0 <= drafted.depth <= depth < MAX_AHEAD_TOKENS or len(drafted.token_ids) > MAX_BRANCHES:
+        raise InvalidRequestError(
+            f"{len(drafted.token_ids)} outcomes came at depth {depth}; there must be at most {MAX_BRANCHES}, and "
+            f"depths must be in 0..{MAX_AHEAD_TOKENS - 1}"
+        )
+    return drafted
 
 
 # ---- verifications
@@ -178,179 +240,182 @@ def _supports_from_proto(message: target_pb2.VerifySteps, records: Sequence[Any]
 def answers_to_proto(
     answers: Iterable[tuple[int, Verification | Pending | Ending]],
 ) -> target_pb2.VerifyResponse:
-    """A message of answers to sequences by number; those of one form become one block."""
+    """A message of answers, each with the number of its sequence."""
     message = target_pb2.VerifyResponse()
-    forms: dict[tuple[type[TargetRow], bool], list[tuple[int, Verification]]] = {}
-    pending: list[bytes] = []
+    parts = message.parts
     for sequence, answer in answers:
-        if isinstance(answer, Ending):
-            message.ends.append(ending_to_proto(sequence, answer))
+        part = parts.add()
+        part.sequence = sequence
+        if isinstance(answer, Verification):
+            _write_verification(part.verification, answer)
         elif isinstance(answer, Pending):
-            pending.append(_PENDING.pack(sequence, answer.serial, answer.is_waiting))
+            part.pending.serial = answer.serial
+            part.pending.waits_for_room = answer.is_waiting
         else:
-            forms.setdefault(_form(answer.rows), []).append((sequence, answer))
-    if pending:
-        message.pending_records = b"".join(pending)
-    for (kind, _), block in forms.items():
-        answered = message.verifications.add()
-        answered.records = columns.pack_answers((number, each, len(each.rows)) for number, each in block)
-        answered.labels = columns.pack_ints([part for _, each in block for part in (each.serial, each.led)])
-        led = [each.led_token_id for _, each in block]
-        if max(led) >= 0:
-            answered.led_token_ids = columns.pack_ints(led)
-        proposed = [each.next_proposed for _, each in block]
-        if max(proposed) >= 0:
-            answered.next_proposed_counts = columns.pack_ints(proposed)
-        rows: list[Any] = [row for _, each in block for row in each.rows]
-        if kind is TokenRow:
-            answered.token_rows.token_ids = columns.pack_ints([row.token_id for row in rows])
-        elif kind is DenseRow:
-            answered.dense_rows.CopyFrom(common.logits_to_tensor(np.stack([row.logits for row in rows])))
-        else:
-            _supports_to_proto(answered.support_rows, rows)
+            write_ending(part.ending, answer)
     return message
 
 
-def _form(rows: Sequence[TargetRow]) -> tuple[type[TargetRow], bool]:
-    if not rows:
-        return TokenRow, False
-    return type(rows[0]), getattr(rows[0], "statistics", None) is not None
+def _write_verification(message: target_pb2.Verification, answer: Verification) -> None:
+    message.serial = answer.serial
+    message.led = answer.led
+    message.base_length = answer.base_length
+    if answer.rows:
+        _write_rows(message, answer.rows)
+    if answer.cost is not None:
+        write_cost(message.cost, answer.cost)
+    if answer.proposed is not None:
+        message.proposal.SetInParent()
+        message.proposal.token_ids.extend(answer.proposed)
+    if answer.goes_on is not None:
+        base_length = answer.goes_on.base_length
+        last_token_id, *proposed = answer.goes_on.token_ids
+        message.goes_on.base_length = base_length
+        message.goes_on.last_token_id = last_token_id
+        message.goes_on.given.SetInParent()
+        message.goes_on.given.token_ids.extend(proposed)
 
 
-def _supports_to_proto(message: target_pb2.SupportRows, rows: Sequence[SupportRow]) -> None:
-    message.records = b"".join(
-        [
-            _SUPPORT_ROW.pack(len(row.probs), row.outside_mass, row.outside_token_id, row.outside_prob or 0.0)
-            for row in rows
-        ]
-    )
-    message.probabilities = columns.pack_floats(np.concatenate([row.probs for row in rows]))
-    if statistics := [row.statistics for row in rows if row.statistics is not None]:
-        message.statistics.records = b"".join(
-            [_STATISTICS.pack(each.entropy, each.max_prob, each.argmax_token_id) for each in statistics]
-        )
-        message.statistics.ranks = columns.pack_ids([each.ranks for each in statistics])
-        message.statistics.logits = columns.pack_floats(np.concatenate([each.logits for each in statistics]))
+def _write_rows(message: target_pb2.Verification, rows: Sequence[TargetRow]) -> None:
+    match rows[0]:
+        case TokenRow():
+            message.token_rows.token_ids.extend([row.token_id for row in rows])  # type: ignore[union-attr]
+        case SupportRow():
+            for row in rows:
+                _write_support_row(message.support_rows.rows.add(), row)  # type: ignore[arg-type]
+        case DenseRow():
+            logits = np.stack([row.logits for row in rows])  # type: ignore[union-attr]
+            message.dense_rows.CopyFrom(logits_to_tensor(logits))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowBlock:
-    """The rows of one kind in a message, those of all its sequences."""
-
-    kind: RowKind
-    rows: Sequence[Any]
-    """Token rows, dense rows, or of support rows the fields behind the support, which the step knows."""
+def _write_support_row(message: target_pb2.SupportRow, row: SupportRow) -> None:
+    message.probabilities.extend(row.probs.tolist())
+    message.outside_mass = row.outside_mass
+    if row.outside_token_id >= 0:
+        message.outside_token_id = row.outside_token_id
+    if row.outside_prob is not None:
+        message.outside_probability = row.outside_prob
+    if (statistics := row.statistics) is not None:
+        written = message.statistics
+        written.entropy = statistics.entropy
+        written.max_probability = statistics.max_prob
+        written.argmax_token_id = statistics.argmax_token_id
+        written.ranks.extend(statistics.ranks.tolist())
+        written.logits.extend(statistics.logits.tolist())
 
 
 @dataclass(slots=True, eq=False)  # one for each answer: to freeze it would take three times as long
 class Answer:
-    """A sequence's verification within a block."""
+    """A sequence's verification, whose rows are read with the step that asked for them."""
 
+    serial: int
+    led: int
     base_length: int
-    cost: StepCost | None
-    block: RowBlock
-    start: int
-    stop: int
-    led_token_id: int = -1
-    next_proposed: int = -1
-    serial: int = 0
-    led: int = 0
+    proposed: tuple[int, ...] | None
+    goes_on: Delta | None
+    message: target_pb2.VerifyResponse
+    """The message that brought it, and perhaps those of other sequences."""
+    _part: target_pb2.Verification
 
     def verification(self, step: VerifyStep) -> Verification:
-        kind, rows = self.block.kind, tuple(self.block.rows[self.start : self.stop])
-        if len(rows) != step.row_count:
-            raise ProtocolError(f"{len(rows)} rows came for {step.row_count} that were requested")
-        if kind is not step.row_kind and rows:
-            raise ProtocolError(f"{kind.value}_rows came where {step.row_kind.value} rows were requested")
-        if kind is RowKind.SUPPORT:
-            supports = chain(step.supports, repeat(_EMPTY_SUPPORT))
-            rows = tuple(
-                [_support_row(support, *fields) for fields, support in zip(rows, supports, strict=False)]
-            )
-        label = self.serial, self.led
-        return Verification(self.base_length, rows, self.cost, self.led_token_id, self.next_proposed, *label)
-
-
-def _support_row(support: IntArray, probs: FloatArray, *others: Any) -> SupportRow:
-    if len(probs) != len(support):
-        raise ProtocolError(f"a support row of {len(probs)} ids came for a support of {len(support)}")
-    return SupportRow(support, probs, *others)
+        part = self._part
+        return Verification(
+            self.base_length,
+            _read_rows(part, step),
+            read_cost(part.cost) if part.HasField("cost") else None,
+            self.proposed,
+            self.goes_on,
+            self.serial,
+            self.led,
+        )
 
 
 def answers_from_proto(
     message: target_pb2.VerifyResponse,
-) -> Iterator[tuple[int, Answer | Pending | Ending]]:
-    """The answers of a message, by number of the sequence."""
-    columns.check_count(len(message.verifications) + len(message.ends), "blocks and ends")
-    columns.check_count(
-        sum([columns.answer_count(each.records) for each in message.verifications]), "verifications"
+) -> Iterator[tuple[int, Answer | Pending | Ending | ProtocolError]]:
+    """The answers of a message, each with the number of its sequence; an error in place of one that is wrong."""
+    check_message(message)
+    for part in message.parts:
+        sequence = check_sequence(part)
+        match part.WhichOneof("content"):
+            case "verification":
+                yield sequence, _read_verification(part.verification, message)
+            case "pending":
+                yield sequence, Pending(part.pending.serial, part.pending.waits_for_room)
+            case "ending":
+                yield sequence, read_ending(part.ending)
+            case _:
+                yield (
+                    sequence,
+                    ProtocolError("a part has no content; it must hold verification, pending or ending"),
+                )
+
+
+def _read_verification(
+    part: target_pb2.Verification, message: target_pb2.VerifyResponse
+) -> Answer | ProtocolError:
+    proposed = tuple(part.proposal.token_ids) if part.HasField("proposal") else None
+    goes_on: Delta | None = None
+    if part.HasField("goes_on"):
+        following = part.goes_on
+        if following.WhichOneof("proposal") is None:
+            return ProtocolError("goes_on.proposal (given) is missing; it must be set")
+        goes_on = Delta(following.base_length, (following.last_token_id, *following.given.token_ids))
+    return Answer(part.serial, part.led, part.base_length, proposed, goes_on, message, part)
+
+
+def _read_rows(part: target_pb2.Verification, step: VerifyStep) -> tuple[TargetRow, ...]:
+    found = part.WhichOneof("rows")
+    wanted = f"{step.row_kind.value}_rows"
+    if found is None:
+        if step.row_count:
+            raise ProtocolError(f"no rows came for {step.row_count} that were requested")
+        return ()
+    if found != wanted:
+        raise ProtocolError(f"{found} came where {wanted} were requested")
+    rows: tuple[TargetRow, ...]
+    if step.row_kind is RowKind.TOKEN:
+        rows = tuple([TokenRow(token_id) for token_id in part.token_rows.token_ids])
+    elif step.row_kind is RowKind.DENSE:
+        rows = tuple(map(DenseRow, logits_from_tensor(part.dense_rows, "dense_rows")))
+    else:
+        messages = part.support_rows.rows
+        # More rows than were requested are refused below, and not walked.
+        supports = chain(step.supports, repeat(_EMPTY_SUPPORT))
+        count = min(len(messages), step.row_count)
+        rows = tuple([_read_support_row(messages[i], next(supports)) for i in range(count)])
+        if len(messages) != step.row_count:
+            raise ProtocolError(f"{len(messages)} rows came for {step.row_count} that were requested")
+    if len(rows) != step.row_count:
+        raise ProtocolError(f"{len(rows)} rows came for {step.row_count} that were requested")
+    return rows
+
+
+def _read_support_row(message: target_pb2.SupportRow, support: IntArray) -> SupportRow:
+    probs = message.probabilities[:]
+    if len(probs) != len(support):
+        raise ProtocolError(f"a support row of {len(probs)} ids came for a support of {len(support)}")
+    return SupportRow(
+        token_ids=support,
+        probs=np.array(probs, np.float64),
+        outside_mass=message.outside_mass,
+        outside_token_id=message.outside_token_id if message.HasField("outside_token_id") else -1,
+        statistics=_read_statistics(message.statistics, len(probs))
+        if message.HasField("statistics")
+        else None,
+        outside_prob=message.outside_probability,
     )
-    row_count = 0
-    for answered in message.verifications:
-        records = list(columns.unpack_answers(answered.records))
-        own_rows = sum([count for _, _, count, _ in records])
-        row_count += max(own_rows, 0)
-        columns.check_count(row_count, "rows", columns.MAX_ROWS)
-        block = _read_rows(answered, own_rows)
-        led = _optional(answered.led_token_ids, "led tokens", len(records))
-        proposed = _optional(answered.next_proposed_counts, "next proposed counts", len(records))
-        spans = columns.bounds([count for _, _, count, _ in records], len(block.rows), "rows")
-        labels = columns.unpack_records(_LABEL, answered.labels, "labels", len(records))
-        for (sequence, base_length, _, cost), span, token_id, count, label in zip(
-            records, spans, led, proposed, labels, strict=True
-        ):
-            yield sequence, Answer(base_length, cost, block, *span, token_id, count, *label)
-    for sequence, serial, is_waiting in columns.unpack_records(
-        _PENDING, message.pending_records, "pending steps"
-    ):
-        yield sequence, Pending(serial, bool(is_waiting))
-    for end in message.ends:
-        yield end.sequence, ending_from_proto(end)
 
 
-def _optional(column: bytes, what: str, count: int) -> tuple[int, ...]:
-    """A column with a value for each record; -1 for each where it is empty."""
-    return columns.unpack_ints(column, what, count) if column else (-1,) * count
-
-
-def _read_rows(message: target_pb2.VerificationColumns, count: int) -> RowBlock:
-    """The rows of a block, so many by its records."""
-    match message.WhichOneof("rows"):
-        case "support_rows":
-            return RowBlock(RowKind.SUPPORT, _support_rows(message.support_rows, count))
-        case "dense_rows":
-            logits = common.logits_from_tensor(message.dense_rows, "dense_rows")
-            if len(logits) != count:
-                raise ProtocolError(f"{len(logits)} dense rows came for {count} in the records")
-            return RowBlock(RowKind.DENSE, [*map(DenseRow, logits)])
-        case _:
-            ids = columns.unpack_ints(message.token_rows.token_ids, "token rows", count)
-            return RowBlock(RowKind.TOKEN, [*map(TokenRow, ids)])
-
-
-def _support_rows(message: target_pb2.SupportRows, count: int) -> list[tuple[Any, ...]]:
-    records = columns.unpack_records(_SUPPORT_ROW, message.records, "support rows", count)
-    probs = columns.unpack_floats(message.probabilities, "probabilities").astype(float)
-    spans = columns.bounds([record[0] for record in records], len(probs), "probabilities")
-    statistics = (
-        _statistics(message.statistics, spans) if message.HasField("statistics") else [None] * len(spans)
-    )
-    return [
-        (probs[start:stop], outside_mass, outside_token_id, known, outside_prob)
-        for (_, outside_mass, outside_token_id, outside_prob), (start, stop), known in zip(
-            records, spans, statistics, strict=True
+def _read_statistics(message: target_pb2.RowStatistics, count: int) -> RowStatistics:
+    if len(message.ranks) != count or len(message.logits) != count:
+        raise ProtocolError(
+            f"statistics hold {len(message.ranks)} ranks and {len(message.logits)} logits for a support of {count}"
         )
-    ]
-
-
-def _statistics(
-    message: target_pb2.StatisticsColumns, spans: Sequence[tuple[int, int]]
-) -> list[RowStatistics]:
-    total = spans[-1][1] if spans else 0
-    records = columns.unpack_records(_STATISTICS, message.records, "statistics", len(spans))
-    ranks = columns.unpack_ids(message.ranks, "ranks", total)
-    logits = columns.unpack_floats(message.logits, "logits", total)
-    return [
-        RowStatistics(entropy, max_prob, argmax, ranks[first:last], logits[first:last])
-        for (entropy, max_prob, argmax), (first, last) in zip(records, spans, strict=True)
-    ]
+    return RowStatistics(
+        entropy=message.entropy,
+        max_prob=message.max_probability,
+        argmax_token_id=message.argmax_token_id,
+        ranks=int_array(message.ranks[:]),
+        logits=np.array(message.logits[:], np.float32),
+    )

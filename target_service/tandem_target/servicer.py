@@ -14,8 +14,7 @@ from tandem.telemetry.streams import NO_SERVICE_OBSERVER, ServiceObserver
 from tandem.v1 import target_pb2
 from tandem.v1.target_pb2_grpc import TargetServiceServicer
 from tandem.wire import target as wire
-from tandem.wire.columns import parts_of
-from tandem.wire.common import model_info_to_proto
+from tandem.wire.common import file_parts, model_info_to_proto
 
 if TYPE_CHECKING:
     from tandem_target.verifier import Verifier
@@ -29,9 +28,7 @@ def _label(said: Said, serial: int, led: int) -> Said:
     if isinstance(said, Pending):
         return said
     # For each answer: `replace` takes three times as long.
-    return Verification(
-        said.base_length, said.rows, said.cost, said.led_token_id, said.next_proposed, serial, led
-    )
+    return Verification(said.base_length, said.rows, said.cost, said.proposed, said.goes_on, serial, led)
 
 
 def _is_kept(said: Said) -> bool:
@@ -107,5 +104,5 @@ class TargetServicer(TargetServiceServicer):
         self, request: target_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[target_pb2.GetTokenizerResponse]:
         for path in self.verifier.tokenizer_files:
-            for part in parts_of(path.read_bytes()):
+            for part in file_parts(path.read_bytes()):
                 yield target_pb2.GetTokenizerResponse(file_name=path.name, content=part)

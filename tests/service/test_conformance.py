@@ -17,6 +17,7 @@ from typing import Any
 import grpc.aio
 import numpy as np
 import pytest
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import InvalidRequestError, ProtocolError, ServiceUnavailableError
@@ -127,19 +128,20 @@ def unseeded(draft: Faulty, proposal: Proposal) -> Proposal:
 
 
 def vague(_: Faulty, message: ProposeResponse) -> None:
-    for end in message.ends:
-        end.code = end.code and grpc.StatusCode.INTERNAL.value[0]
+    for part in message.parts:
+        if part.HasField("ending") and part.ending.code:
+            part.ending.code = grpc.StatusCode.INTERNAL.value[0]
 
 
 def tolerant(draft: Faulty, message: ProposeRequest) -> None:
-    kept = [each for each in message.opens if each.sequence not in draft.opened]
-    del message.opens[:]
-    message.opens.extend(kept)
-    draft.opened |= {each.sequence for each in kept}
+    kept = [each for each in message.parts if not each.HasField("open") or each.sequence not in draft.opened]
+    draft.opened |= {each.sequence for each in kept if each.HasField("open")}
+    del message.parts[:]
+    message.parts.extend(kept)
 
 
 def fragile(_: Faulty, message: ProposeRequest) -> None:
-    if message.cancelled_sequences:
+    if any(part.HasField("cancel") for part in message.parts):
         raise InvalidRequestError("cancelled")
 
 
@@ -156,8 +158,34 @@ def generous(_: Faulty, outcomes: DraftedOutcomes) -> DraftedOutcomes:
 
 
 def boundless(_: Faulty, message: ProposeRequest) -> None:
-    for each in message.opens:
-        each.ClearField("ahead")
+    for part in message.parts:
+        if part.HasField("open"):
+            part.open.ClearField("ahead")
+
+
+def guessing(_: Faulty, message: ProposeRequest) -> None:
+    for part in message.parts:
+        if part.HasField("step") and part.step.WhichOneof("question") is None:
+            part.step.propose.max_tokens = 1
+
+
+def twice(_: Faulty, message: ProposeResponse) -> None:
+    message.parts.extend([part for part in message.parts if part.HasField("proposal")])
+
+
+def silent(_: Faulty, message: ProposeResponse) -> None:
+    kept = [part for part in message.parts if not part.HasField("ending")]
+    del message.parts[:]
+    message.parts.extend(kept)
+
+
+def repetitive(_: Faulty, message: ProposeResponse) -> None:
+    message.parts.add(sequence=1).ending.SetInParent()
+
+
+def strict(_: Faulty, message: ProposeRequest) -> None:
+    if len(UnknownFieldSet(message)):
+        raise InvalidRequestError("unknown field")
 
 
 class Nameless(Faulty):
@@ -218,7 +246,7 @@ FAULTS: list[tuple[str, str, Callable[[], Faulty]]] = [
     ("token rows", "sends distributions unasked", but(proposal=chatty)),
     ("distributions", "draws otherwise each time", but(proposal=unseeded)),
     ("token logits", "sends none", but(proposal=lambda _, each: replace(each, token_logits=None))),
-    ("order", "answers each step twice", but(response=lambda _, each: each.proposals.extend([*each.proposals]))),
+    ("order", "answers each step twice", but(response=twice)),
     ("idempotence", "takes a repeated delta for more tokens",
         but(proposal=lambda draft, each: shifted(each) if draft.last and draft.last.delta.base_length else each)),
     ("rollback", "keeps what was rolled back",
@@ -226,10 +254,12 @@ FAULTS: list[tuple[str, str, Callable[[], Faulty]]] = [
     ("malformed", "ends sequences with a status of its own", but(response=vague)),
     ("huge", "proposes as much as it is asked for", Endless),
     ("opening", "passes over an Open of a sequence that is open", but(request=tolerant)),
-    ("torn", "ends a stream that it cannot read as if nothing were wrong", Careless),
-    ("finish", "does not say that a sequence has ended", but(response=lambda _, each: each.ClearField("ends"))),
+    ("missing", "takes a step that asks for nothing", but(request=guessing)),
+    ("unnumbered", "ends a stream that it cannot read as if nothing were wrong", Careless),
+    ("unknown", "refuses what it does not know", but(request=strict)),
+    ("finish", "does not say that a sequence has ended", but(response=silent)),
     ("stale", "says again, with each message, that the first sequence has ended",
-        but(response=lambda _, each: each.ends.add(sequence=1))),
+        but(response=repetitive)),
     ("cancel", "breaks the stream with a cancelled sequence", but(request=fragile)),
     ("half closed", "keeps a stream that has ended", Clinging),
     ("ahead", "pushes more than it was granted", but(outcomes=generous)),

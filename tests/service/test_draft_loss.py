@@ -174,14 +174,15 @@ class Garbled(FakeDraft):
         return replace(proposal, base_length=0) if len(self.requested) > 2 else proposal
 
 
-class GarbledColumns(FakeDraft):
+class GarbledParts(FakeDraft):
     async def Propose(  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context
     ) -> AsyncIterator[draft_pb2.ProposeResponse]:
         async for response in super().Propose(request_iterator, context):
             if len(self.requested) > 2:
-                for block in response.proposals:
-                    block.distributions.probabilities = bytes(7)
+                for part in response.parts:
+                    if part.HasField("proposal"):
+                        part.proposal.distributions.add(token_ids=[1, 2], probabilities=[1.0])
             yield response
 
 
@@ -192,9 +193,9 @@ FAULTS: dict[str, Callable[[], FakeDraft]] = {
     "refusing": lambda: Failing(*range(1000), code=grpc.StatusCode.RESOURCE_EXHAUSTED),
     "dying": lambda: Failing(*range(3, 1000)),
     "leaving": Leaving,
-    # Each rule for proposals, and for columns, is broken once in the tests of `check_proposal` and of `wire`.
+    # Each rule for proposals, and for parts of messages, is broken once in the tests of `check_proposal` and of `wire`.
     "a wrong proposal": Garbled,
-    "a column of cut bytes": GarbledColumns,
+    "a distribution that does not fit together": GarbledParts,
 }
 
 

@@ -16,7 +16,15 @@ from tandem.clients.client import Completed
 from tandem.engine.interface import RowRequest
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import TandemError
-from tandem.model.types import GenerationRequest, ModelInfo, ProposeStep, RowKind, TokenRow, Verification
+from tandem.model.types import (
+    Delta,
+    GenerationRequest,
+    ModelInfo,
+    ProposeStep,
+    RowKind,
+    TokenRow,
+    Verification,
+)
 from tandem.telemetry.streams import NO_SERVICE_OBSERVER
 from tandem_draft.proposers.ngram import ngram_proposer
 from tandem_draft.proposers.suffix import suffix_proposer
@@ -97,7 +105,7 @@ class LeadingEngine:
             except TandemError as error:
                 request.on_led(request, error)
                 return
-            request.on_led(request, replace(answer, led_token_id=request.step.delta.token_ids[0]))
+            request.on_led(request, replace(answer, proposed=tuple(request.step.delta.token_ids[1:])))
             request = request.following(answer)
 
     async def _step(self, sequence: Led, request: RowRequest) -> Verification:
@@ -321,11 +329,23 @@ async def test_the_text_survives_a_loss_in_the_middle_of_a_lead(
         assert sum(each.opened for each in faulty) == 3, "one to begin with, and one for each loss"
 
 
+def going_on(
+    answer: Verification, last: int = 0, more: tuple[int, ...] = (), length: int = 0
+) -> Delta | None:
+    """What a target says that it goes on with, changed; None where it does not go on."""
+    if answer.goes_on is None:
+        return None
+    first, *proposed = answer.goes_on.token_ids
+    return Delta(answer.goes_on.base_length + length, (first + last, *proposed, *more))
+
+
 LIES: dict[str, Fault] = {
-    "another token than the rows named": lambda each: replace(each, led_token_id=each.led_token_id + 1),
+    "another token than the rows named": lambda each: replace(each, goes_on=going_on(each, last=1)),
+    "another proposal than it had said": lambda each: replace(each, proposed=(1, 2)),
     "a token is skipped": lambda each: replace(each, base_length=each.base_length + 1),
     "a row of no model of this vocabulary": lambda each: replace(each, rows=(TokenRow(1 << 20),)),
-    "a proposal that nobody has made": lambda each: replace(each, next_proposed=2),
+    "a proposal that nobody has made": lambda each: replace(each, goes_on=going_on(each, more=(1, 2))),
+    "a place that it cannot be at": lambda each: replace(each, goes_on=going_on(each, length=1)),
 }
 
 
@@ -334,7 +354,7 @@ async def test_a_target_whose_lead_contradicts_its_rows_is_left(
     model: LoadedModel, plain: dict[str, Completed], lie: str
 ) -> None:
     def lied(answer: Verification) -> Verification:
-        return answer if answer.led_token_id < 0 else LIES[lie](answer)
+        return answer if answer.proposed is None else LIES[lie](answer)
 
     lying = Faults(garbled=dict.fromkeys(range(4, 100), lied))
     (found,) = await completions(model, 2, [GREEDY], lying, Faults())

@@ -181,10 +181,12 @@ class Misshapen(FakeTarget):
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
     ) -> AsyncIterator[target_pb2.VerifyResponse]:
         async for answer in super().Verify(request_iterator, context):
-            for block in answer.verifications:
-                block.dense_rows.data_type = types_pb2.DATA_TYPE_FLOAT32
-                block.dense_rows.shape[:] = self._shape
-                block.dense_rows.data = bytes(4 if self._shape == ROWS["70 dimensions"] else 0)
+            for part in answer.parts:
+                if part.HasField("verification"):
+                    rows = part.verification.dense_rows
+                    rows.data_type = types_pb2.DATA_TYPE_FLOAT32
+                    rows.shape[:] = self._shape
+                    rows.data = bytes(4 if self._shape == ROWS["70 dimensions"] else 0)
             yield answer
 
 

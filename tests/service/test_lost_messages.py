@@ -46,18 +46,24 @@ REQUESTS = [
 # ---- messages
 
 
+def said(message: Any, kind: str) -> list[Any]:
+    """The parts of a message that hold such content."""
+    return [getattr(part, kind) for part in message.parts if part.HasField(kind)]
+
+
 def is_verification(name: str, content: bytes) -> bool:
-    return name == "Verify" and bool(target_pb2.VerifyResponse.FromString(content).verifications)
+    return name == "Verify" and bool(said(target_pb2.VerifyResponse.FromString(content), "verification"))
 
 
 def is_led(name: str, content: bytes) -> bool:
     """True for an answer to a round that the target began by itself."""
-    blocks = target_pb2.VerifyResponse.FromString(content).verifications if name == "Verify" else ()
-    return any(block.led_token_ids for block in blocks)
+    if name != "Verify":
+        return False
+    return any(each.led for each in said(target_pb2.VerifyResponse.FromString(content), "verification"))
 
 
 def is_end(name: str, content: bytes) -> bool:
-    return name == "Verify" and bool(target_pb2.VerifyResponse.FromString(content).ends)
+    return name == "Verify" and bool(said(target_pb2.VerifyResponse.FromString(content), "ending"))
 
 
 def asks(kind: type[Any]) -> Callable[[str, bytes], bool]:
@@ -73,15 +79,15 @@ def asks(kind: type[Any]) -> Callable[[str, bytes], bool]:
 
 
 def is_proposal(name: str, content: bytes) -> bool:
-    return name == "Propose" and bool(draft_pb2.ProposeResponse.FromString(content).proposals)
+    return name == "Propose" and bool(said(draft_pb2.ProposeResponse.FromString(content), "proposal"))
 
 
 def is_outcome(name: str, content: bytes) -> bool:
-    return name == "Propose" and bool(draft_pb2.ProposeResponse.FromString(content).outcomes)
+    return name == "Propose" and bool(said(draft_pb2.ProposeResponse.FromString(content), "outcomes"))
 
 
 def opens_draft(name: str, content: bytes) -> bool:
-    return name == "Propose" and bool(draft_pb2.ProposeRequest.FromString(content).opens)
+    return name == "Propose" and bool(said(draft_pb2.ProposeRequest.FromString(content), "open"))
 
 
 class Forgetful:

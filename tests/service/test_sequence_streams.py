@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -19,6 +18,7 @@ from hypothesis import strategies as st
 
 from tandem.errors import CapacityError, ProtocolError, ServiceUnavailableError, TandemError
 from tandem.model.types import (
+    Cancel,
     Delta,
     DenseRow,
     DraftOptions,
@@ -99,7 +99,7 @@ class Echo(FakeTarget):
 
         async def observed() -> AsyncIterator[target_pb2.VerifyRequest]:
             async for request in request_iterator:
-                self.messages.append(len(request.steps.records) // 40)
+                self.messages.append(sum(part.HasField("step") for part in request.parts))
                 yield request
 
         async for response in super().Verify(observed(), context):
@@ -373,46 +373,77 @@ async def test_a_services_readiness_applies_to_its_sequences(role: str) -> None:
         )
         await call.write(opening.SerializeToString())
         response: Any = {"target": target_pb2.VerifyResponse, "draft": draft_pb2.ProposeResponse}[role]
-        (end,) = response.FromString(await call.read()).ends
+        (part,) = response.FromString(await call.read()).parts
+        end = part.ending
         assert end.code == grpc.StatusCode.UNAVAILABLE.value[0]
         assert end.message == "it is closed"
         call.cancel()
 
 
-def raw(first: list[int], *others: list[int]) -> target_pb2.VerifyRequest:
-    """A message that opens two sequences, with these records of steps in place of their own."""
+def broken(change: Callable[[Any], None]) -> target_pb2.VerifyRequest:
+    """A message that opens two sequences and asks both, with a change to the first one's open and step."""
     message = asking((1, 5), (2, 5))
-    message.steps.records = b"".join(struct.pack(f"<{len(record)}i", *record) for record in (first, *others))
+    change(message.parts)
     return message
 
 
-SECOND = [2, 5, 0, 1, 0, 0, 0, 0, 0, 0]
+def with_negative_temperature(parts: Any) -> None:
+    parts[0].open.sampling.temperature = -1.0
+
+
+def with_negative_base_length(parts: Any) -> None:
+    parts[2].step.committed.base_length = -1
+
+
+def with_unknown_rows(parts: Any) -> None:
+    parts[2].step.rows.kind = 9
+
+
+def with_long_lead(parts: Any) -> None:
+    parts[2].step.lead.credits = 9
+
+
+def without_tokens(parts: Any) -> None:
+    parts[2].step.ClearField("committed")
+
+
+def without_content(parts: Any) -> None:
+    parts[2].ClearField("step")
 
 
 @pytest.mark.parametrize(
-    ("message", "words"),
+    ("change", "words"),
     [
-        (raw([1, -1, 0, 1, 0, 0, 0, 0, 0, 0], SECOND), "delta.base_length is -1"),
-        (raw([1, 5, 0, 1, -1, 0, 0, 0, 0, 0], SECOND), "row_count is -1"),
-        (raw([1, 5, 0, 9, 0, 0, 0, 0, 0, 0], SECOND), "row_kind is 9"),
-        (raw([1, 5, 0, 1, 0, 0, 9, 0, 0, 0], SECOND), "lead is 9"),
-        (asking((1, 5), (2, 5)), "temperature is -1"),
+        (with_negative_base_length, "committed.base_length is -1"),
+        (with_unknown_rows, "rows.kind is 9"),
+        (with_long_lead, "lead.credits is 9"),
+        (with_negative_temperature, "temperature is -1"),
+        (without_tokens, "step.committed is missing; it must be set"),
+        (without_content, "a part has no content"),
     ],
 )
 async def test_an_invalid_step_or_opening_ends_only_its_sequence(
-    message: target_pb2.VerifyRequest, words: str
+    change: Callable[[Any], None], words: str
 ) -> None:
     """Send the messages by hand, as a faulty coordinator would."""
-    if "temperature" in words:
-        message.opens[0].sampling.temperature = -1.0
     async with ends() as both:
         call = both.stub.Verify()
-        await call.write(message)
+        await call.write(broken(change))
         found = await read(call, 2)
         assert found[1].code is grpc.StatusCode.INVALID_ARGUMENT
         assert words in found[1].sentence
         assert found[2].base_length == 5
         call.cancel()
+
+
+async def test_a_part_of_no_sequence_ends_the_stream() -> None:
+    async with ends() as both:
+        call = both.stub.Verify()
+        await call.write(asking((0, 5)))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert caught.value.details() == "a part's sequence is 0; sequences count from 1"
 
 
 async def test_a_sequence_must_begin_with_one_open() -> None:
@@ -425,7 +456,7 @@ async def test_a_sequence_must_begin_with_one_open() -> None:
         assert (await read(call, 1))[2].base_length == 5
         await call.write(asking((2, 5)))
         assert "opened twice" in (await read(call, 1))[2].sentence
-        await call.write(target_pb2.VerifyRequest(cancelled_sequences=[9]))  # nobody knows it
+        await call.write(wire.requests_to_proto([(9, Cancel())]))  # nobody knows it
         call.cancel()
 
 
@@ -484,9 +515,8 @@ async def test_a_stream_that_is_left_open_at_its_end_ends_its_sequences() -> Non
     "content",
     [
         b"\xff",
-        raw(SECOND[:-1]).SerializeToString(),
-        raw([1, 5, 7, 1, 0, 0, 0]).SerializeToString(),
-        raw([1, 5, -1, 1, 0, 0, 0]).SerializeToString(),
+        asking((0, 5)).SerializeToString(),
+        asking((-1, 5), opens=False).SerializeToString(),
         b"\x0a\x00" * 70_000,
     ],
 )
@@ -531,8 +561,10 @@ async def test_a_flood_of_requests_is_not_read_ahead() -> None:
 async def test_requests_of_a_sequence_that_has_ended_do_not_block_others() -> None:
     async with asyncio.timeout(SECONDS):
         answers = Echo().Verify(flood(LEAVE, *[HOLD] * 1000), cast("Context", None))
-        (end,) = [end async for response in answers for end in response.ends]
-    assert end.code == 0
+        (ending,) = [
+            part.ending async for response in answers for part in response.parts if part.HasField("ending")
+        ]
+    assert ending.code == 0
 
 
 class Large(FakeTarget):
@@ -546,11 +578,12 @@ class Large(FakeTarget):
 async def test_answers_to_a_client_that_does_not_read_are_bounded() -> None:
     service = Large()
     answers = service.Verify(flood(*[0] * 100), cast("Context", None))
-    assert len((await anext(answers)).verifications) == 1
+    assert [part.HasField("verification") for part in (await anext(answers)).parts] == [True]
     for _ in range(200):
         await asyncio.sleep(0)
     assert service.answered < 8
-    assert sum([len(response.verifications) async for response in answers]) == 99
+    verified = [part.HasField("verification") async for response in answers for part in response.parts]
+    assert sum(verified) == 99
     assert service.answered == 100
 
 

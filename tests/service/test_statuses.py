@@ -28,24 +28,24 @@ FORGED = "gone\n2026-01-01T00:00:00.000+00:00 error   coordinator: \x1b[31mforge
 
 async def saying(
     code: grpc.StatusCode, place: str, requests: AsyncIterator[Any], answers: Any, context: Context
-) -> AsyncIterator[tuple[Any, list[types_pb2.SequenceEnd]]]:
-    """A stream's answers, each with the ends to add, until it ends its sequences or itself with a status."""
+) -> AsyncIterator[tuple[Any, dict[int, types_pb2.Ending]]]:
+    """A stream's answers, each with the endings to add by number, until it or its sequences end with a status."""
     opened: list[int] = []
 
     async def observed() -> AsyncIterator[Any]:
         async for request in requests:
-            opened.extend(each.sequence for each in request.opens)
+            opened.extend(each.sequence for each in request.parts if each.HasField("open"))
             yield request
 
-    def ends() -> list[types_pb2.SequenceEnd]:
-        numbers, opened[:] = [*opened], []
-        return [
-            types_pb2.SequenceEnd(sequence=number, code=code.value[0], message=FORGED) for number in numbers
-        ]
+    def endings() -> dict[int, types_pb2.Ending]:
+        ending = types_pb2.Ending(code=code.value[0], message=FORGED)
+        found = dict.fromkeys(opened, ending)
+        opened.clear()
+        return found
 
     if place == "at open":
         async for _ in observed():
-            yield None, ends()
+            yield None, endings()
         return
     count = 0
     if place != "as the stream's beginning":
@@ -53,7 +53,7 @@ async def saying(
             count += 1
             if count > 3 and place == "as the stream's end":
                 break
-            yield (answer, []) if count <= 3 else (None, ends())
+            yield (answer, {}) if count <= 3 else (None, endings())
     if code is not grpc.StatusCode.OK:
         await context.abort(code, FORGED.replace("\n", "%0A"))
 
@@ -69,9 +69,10 @@ class LyingTarget(FakeTarget):
     async def Verify(  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
     ) -> AsyncIterator[target_pb2.VerifyResponse]:
-        async for answer, ends in saying(self.code, self.place, request_iterator, super().Verify, context):
+        async for answer, endings in saying(self.code, self.place, request_iterator, super().Verify, context):
             answer = answer or target_pb2.VerifyResponse()
-            answer.ends.extend(ends)
+            for number, ending in endings.items():
+                answer.parts.add(sequence=number, ending=ending)
             yield answer
 
 
@@ -85,9 +86,12 @@ class LyingDraft(FakeDraft):
     async def Propose(  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context
     ) -> AsyncIterator[draft_pb2.ProposeResponse]:
-        async for answer, ends in saying(self.code, self.place, request_iterator, super().Propose, context):
+        async for answer, endings in saying(
+            self.code, self.place, request_iterator, super().Propose, context
+        ):
             answer = answer or draft_pb2.ProposeResponse()
-            answer.ends.extend(ends)
+            for number, ending in endings.items():
+                answer.parts.add(sequence=number, ending=ending)
             yield answer
 
 

@@ -93,7 +93,7 @@ class RequestRounds:
             return
         (self.verifying if proposed else self.extending).add(seconds)
         cost = verification.cost or StepCost(seconds, self.load, self.load * (proposed + 1))
-        was_led = verification.led_token_id >= 0
+        was_led = verification.proposed is not None
         self._cost = RoundCost(proposed, 0.0, cost.seconds, cost.sequences, cost.tokens, was_led=was_led)
 
     def drafted(self, seconds: float, cost: StepCost | None) -> None:

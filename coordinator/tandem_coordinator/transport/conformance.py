@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Self
@@ -35,7 +35,7 @@ from tandem.model.types import (
     SamplingParams,
 )
 from tandem.rpc.channels import errors_of
-from tandem.v1.draft_pb2 import ProposeResponse
+from tandem.v1.draft_pb2 import ProposeRequest, ProposeResponse
 from tandem.wire import draft as wire
 from tandem.wire.status import Ending
 from tandem_coordinator.transport.draft_client import DraftClient, PendingOutcomes, check_proposal
@@ -58,7 +58,7 @@ class Conversation:
     def __init__(self, draft: Subject) -> None:
         self._draft = draft
         self.call: Call = draft.channel.stream_stream("/tandem.v1.DraftService/Propose")()
-        self._arrived: defaultdict[int, deque[wire.Answer | Ending]] = defaultdict(deque)
+        self._arrived: defaultdict[int, deque[wire.Answer | Ending | ProtocolError]] = defaultdict(deque)
         self._opened: set[int] = set()
 
     async def __aenter__(self) -> Self:
@@ -106,7 +106,10 @@ class Conversation:
             raise ProtocolError(f"no answer to sequence {sequence} within {seconds:g} s") from None
         except DecodeError:
             raise ProtocolError("its answer cannot be read; it must be a ProposeResponse") from None
-        return arrived.popleft()
+        answer = arrived.popleft()
+        if isinstance(answer, ProtocolError):
+            raise answer
+        return answer
 
     async def answer(self, sequence: int = 1, outcomes: PendingOutcomes | None = None) -> Proposal | Ending:
         """The next answer or end of a sequence; outcomes that were drafted ahead are checked or passed over."""
@@ -266,8 +269,8 @@ async def _distributions(draft: Subject, _: Conversation) -> str:
 async def _token_rows(draft: Subject, _: Conversation) -> str:
     proposal = await draft.fresh(draft.prompt(), draft.options(1.0))
     if proposal.distributions:
-        raise ProtocolError("row_kind is ROW_KIND_TOKEN; its proposal has distributions")
-    return "ROW_KIND_TOKEN: no distributions"
+        raise ProtocolError("with_distributions is not set; its proposal has distributions")
+    return "no distributions where the Open does not ask for them"
 
 
 async def _token_logits(draft: Subject, _: Conversation) -> str:
@@ -364,16 +367,43 @@ async def _opening(draft: Subject, talk: Conversation) -> str:
     return "a step without an Open and a second Open are refused"
 
 
-async def _torn(draft: Subject, talk: Conversation) -> str:
-    message = wire.requests_to_proto([(1, draft.options()), (1, _step(draft.prompt()))])
-    message.steps.token_ids = message.steps.token_ids[:-4]
-    await talk.write(message.SerializeToString())
+async def _missing(draft: Subject, talk: Conversation) -> str:
+    tokens = draft.prompt()
+    first = await talk.ask(tokens)
+    whole = wire.requests_to_proto([(2, draft.options()), (2, _step(tokens))])
+    lacking: dict[str, Callable[[ProposeRequest], None]] = {
+        "a part without content": lambda message: message.parts[1].ClearField("step"),
+        "a step without its committed tokens": lambda message: message.parts[1].step.ClearField("committed"),
+        "a step without a question": lambda message: message.parts[1].step.ClearField("propose"),
+        "an Open without sampling parameters": lambda message: message.parts[0].open.ClearField("sampling"),
+    }
+    for number, (what, clear) in enumerate(lacking.items(), start=2):
+        message = ProposeRequest()
+        message.CopyFrom(whole)
+        clear(message)
+        for part in message.parts:
+            part.sequence = number
+        await talk.write(message.SerializeToString())
+        await talk.must_end(what, number)
+    _must_equal(await talk.ask(tokens, len(tokens)), first, "beside sequences that were refused")
+    return f"{len(lacking)} messages that lack a part each ended their own sequence with {_REFUSED.name}, and no other"
+
+
+async def _unnumbered(draft: Subject, talk: Conversation) -> str:
+    await talk.write(wire.requests_to_proto([(0, draft.options())]).SerializeToString())
     if (code := await talk.end_of_stream()) is not _REFUSED:
-        raise ProtocolError(
-            f"columns that do not fit together ended the stream with {code.name}; it must be {_REFUSED.name}"
-        )
+        raise ProtocolError(f"sequence 0 ended the stream with {code.name}; it must be {_REFUSED.name}")
     await draft.fresh(draft.prompt())
-    return f"columns that do not fit together end the stream with {_REFUSED.name}; the next stream is served"
+    return f"sequence 0 ends the stream with {_REFUSED.name}; the next stream is served"
+
+
+async def _unknown(draft: Subject, talk: Conversation) -> str:
+    tokens = draft.prompt()
+    message = wire.requests_to_proto([(1, draft.options()), (1, _step(tokens))]).SerializeToString()
+    # Field 1000 of the message, with three bytes
+    await talk.write(message + b"\xc2\x3e\x03new")
+    await talk.proposal(len(tokens))
+    return "a field that it does not know is passed over"
 
 
 # ---- ends
@@ -477,7 +507,7 @@ async def _budgets(draft: Subject, talk: Conversation) -> str:
 
 _ALL = (
     _health, _model, _reading, _proposals, _token_rows, _distributions, _token_logits, _order,
-    _idempotence, _rollback, _unchanged, _malformed, _huge, _opening, _torn,
+    _idempotence, _rollback, _unchanged, _malformed, _huge, _opening, _missing, _unnumbered, _unknown,
     _finish, _stale, _cancel, _half_closed, _ahead, _budgets,
 )  # fmt: skip
 CHECKS = {check.__name__.strip("_").replace("_", " "): check for check in _ALL}

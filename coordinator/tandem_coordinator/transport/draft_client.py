@@ -33,8 +33,8 @@ from tandem.model.types import (
 from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceStub
 from tandem.wire import draft as wire
-from tandem.wire.columns import check_fields
-from tandem.wire.common import coverage_from_proto, model_info_from_proto
+from tandem.wire.bounds import check_bytes
+from tandem.wire.common import COVERAGE, model_info_from_proto, sums_to_one
 from tandem.wire.status import Ending
 from tandem_coordinator.decoding.completion import Completion
 from tandem_coordinator.speculation.ahead import Unfinished
@@ -84,7 +84,7 @@ def check_distribution(token_id: int, distribution: SparseDistribution, vocabula
     # Supports are short: numpy takes longer to begin than Python's own functions to end.
     support, probs = distribution.token_ids.tolist(), distribution.probs.tolist()
     total, wrong = sum(probs), ""
-    if not wire.sums_to_one(total) or min(probs) < 0.0:
+    if not sums_to_one(total) or min(probs) < 0.0:
         wrong = f"a sparse distribution sums to {total:g}; it must sum to 1, with nothing below 0"
     elif len(set(support)) != len(support):
         wrong = "a sparse distribution names a token twice"
@@ -516,15 +516,15 @@ class DraftClient:
         self._heard(answer)
         return model_info_from_proto(answer.model_info)
 
-    def _read(self, content: bytes) -> Iterator[tuple[int, wire.Answer | Ending]]:
-        check_fields(content)
+    def _read(self, content: bytes) -> Iterator[tuple[int, wire.Answer | Ending | ProtocolError]]:
+        check_bytes(content)
         message = draft_pb2.ProposeResponse.FromString(content)
         self._heard(message)
         return wire.answers_from_proto(message)
 
     def _heard(self, message: draft_pb2.ProposeResponse | draft_pb2.DraftServiceGetModelInfoResponse) -> None:
         if message.HasField("load"):
-            self.load = wire.load_from_proto(message.load)
+            self.load = wire.LOAD.from_proto(message.load)
 
     async def map_vocabulary(self, target: ModelInfo, content: bytes) -> Coverage:
         """Let it draft for a target with another tokenizer, whose tokenizer.json this is."""
@@ -533,7 +533,7 @@ class DraftClient:
         )
         with errors_of("draft service"):
             answer = await self._stub.MapVocabulary(wire.tokenizer_to_proto(tokenizer))
-        return coverage_from_proto(answer.coverage)
+        return COVERAGE.from_proto(answer.coverage)
 
 
 class NoDrafter:

@@ -23,8 +23,8 @@ from google.protobuf.message import DecodeError, Message
 from tandem.errors import ProtocolError, TandemError
 from tandem.model.types import Cancel, Delta, Finish, common_length
 from tandem.rpc.channels import ending_of
+from tandem.rpc.outbox import Outbox
 from tandem.telemetry.logs import log_fault
-from tandem.wire.columns import Outbox
 from tandem.wire.status import Ending
 from tandem_coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
 from tandem_coordinator.transport.statuses import failure
@@ -63,8 +63,10 @@ class RemoteSequence:
 
     def delta_to(self, committed: Sequence[int], proposed: Sequence[int] = ()) -> Delta:
         """The change that makes the service hold the committed tokens and then the proposed ones."""
-        wanted = [*committed[self._agreed :], *proposed]
-        matched = common_length(self._tail, wanted)
+        kept = committed[self._agreed :]
+        wanted = [*kept, *proposed]
+        # A delta ends with the whole proposal, also where the service holds the beginning of it.
+        matched = min(common_length(self._tail, wanted), len(kept))
         delta = Delta(self._agreed + matched, wanted[matched:])
         # Proposed tokens may yet be rejected: the agreement to rely on ends where they begin.
         agreed = min(delta.base_length, len(committed))
@@ -168,16 +170,17 @@ class StreamedSequence(ABC, Generic[RequestT, AnswerT]):
         try:
             self.take(answer)
         except TandemError as error:
-            self._fail(error)
+            self.fail(error)
 
     def end(self, ending: Ending) -> None:
         """The service has ended it, or the stream has."""
         if self._ended.done():
             return
         self._ended.set_result(None)
-        self._fail(failure(self._stream.service, ending))
+        self.fail(failure(self._stream.service, ending))
 
-    def _fail(self, error: TandemError) -> None:
+    def fail(self, error: TandemError) -> None:
+        """What the service said ends it, or what came instead."""
         self.error = self.error or error
         self.notify()
 
@@ -241,7 +244,7 @@ class _Stream(Generic[RequestT, AnswerT]):
         self.end(Ending(grpc.StatusCode.INTERNAL, sentence))
 
     async def _hand_out(self, content: bytes) -> None:
-        """Give each sequence its answer. Columns that do not fit together end the stream: they may be anyone's."""
+        """Give each sequence its answer, or the error in what came for it."""
         read_at = time.perf_counter()
         answers = list(self._streams.read(content))
         share = len(content) // max(len(answers), 1)
@@ -250,6 +253,8 @@ class _Stream(Generic[RequestT, AnswerT]):
             if (sequence := self.numbered.get(number)) is not None:
                 if isinstance(answer, Ending):
                     sequence.end(answer)
+                elif isinstance(answer, ProtocolError):
+                    sequence.fail(type(answer)(f"{self.service}: {answer}"))
                 else:
                     sequence.arrive(answer, share, read_at)
             # A round takes some 40 us: the questions of 32 leave together, and do not wait for the rounds of
@@ -285,9 +290,9 @@ class Streams(Generic[RequestT, AnswerT]):
     """Opens a stream."""
     write: Callable[[Iterable[tuple[int, RequestT | Finish | Cancel]]], Message]
     """Makes a message of what there is to say of sequences, by number."""
-    read: Callable[[bytes], Iterable[tuple[int, AnswerT | Ending]]]
-    """Reads a message of the service, as answers to sequences by number. Raises a ProtocolError or a DecodeError where
-    that is impossible."""
+    read: Callable[[bytes], Iterable[tuple[int, AnswerT | Ending | ProtocolError]]]
+    """Reads a message of the service, as answers to sequences by number, or what is wrong with one. Raises a
+    ProtocolError or a DecodeError where the whole cannot be read."""
     _latest: _Stream[RequestT, AnswerT] | None = None
 
     def open(self) -> _Stream[RequestT, AnswerT]:

@@ -41,7 +41,7 @@ from tandem.model.types import (
 from tandem.v1 import target_pb2
 from tandem.v1.target_pb2_grpc import TargetServiceStub
 from tandem.wire import target as wire
-from tandem.wire.columns import check_fields
+from tandem.wire.bounds import check_bytes
 from tandem.wire.common import model_info_from_proto
 from tandem.wire.draft import MAX_TOKENIZER_BYTES
 from tandem.wire.status import Ending
@@ -149,9 +149,17 @@ _NO_REQUEST = RowChoice(resolve(SpeculativeConfig(), _GREEDY), RowKind.TOKEN, 1 
 """A probe's: any token will do."""
 
 
-def _read(content: bytes) -> Iterator[tuple[int, _Answer | Ending]]:
-    check_fields(content)
+def _read(content: bytes) -> Iterator[tuple[int, _Answer | Ending | ProtocolError]]:
+    check_bytes(content)
     return wire.answers_from_proto(target_pb2.VerifyResponse.FromString(content))
+
+
+def _listed(token_ids: Sequence[int] | None) -> str:
+    """Tokens in an error, of which a service may send many."""
+    return "nothing" if token_ids is None else f"tokens {list(token_ids[:_SHOWN_TOKENS])}"
+
+
+_SHOWN_TOKENS = 8
 
 
 class TargetClient:
@@ -287,7 +295,7 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
         verification = await self._answer
         self.goes_on()
         self.is_new = False
-        self._stats.rounds += verification.led_token_id >= 0
+        self._stats.rounds += verification.proposed is not None
         return verification
 
     @property
@@ -352,7 +360,7 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
         self._lead.next = self._led_delta(step, verification)
         if step.row_kind is RowKind.SUPPORT and (decide := self._rows.rule.decide_many) is not None:
             own = Round(proposal, verification, self._options.sampling)
-            verification = self._rounds.add(answer.block, decide, own)
+            verification = self._rounds.add(answer.message, decide, own)
         self._answer.set_result(verification)
 
     def _is_next(self, answer: wire.Answer) -> bool:
@@ -380,11 +388,12 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
         if delta is None:
             self._count_unwanted()
             return
-        base_length, token_id = delta.base_length + 1, delta.token_ids[0]
-        if (answer.base_length, answer.led_token_id) != (base_length, token_id):
+        base_length = delta.base_length + 1
+        proposed = tuple(delta.token_ids[1:])
+        if (answer.base_length, answer.proposed) != (base_length, proposed):
             raise ProtocolError(
-                f"target service: it went on with token {answer.led_token_id} to {answer.base_length} tokens; by its "
-                f"own rows it was token {token_id} to {base_length} tokens"
+                f"target service: it went on behind {answer.base_length} tokens with {_listed(answer.proposed)}; it "
+                f"had said behind {base_length} with {_listed(proposed)}"
             )
         step = VerifyStep(delta, RowKind.TOKEN, len(delta.token_ids), lead=1)
         verification = answer.verification(step)
@@ -404,18 +413,22 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
 
     def _led_delta(self, step: VerifyStep, answer: Verification) -> Delta | None:
         """The delta with which the target says that it goes on behind this answer."""
-        if answer.next_proposed < 0:
+        said = answer.goes_on
+        if said is None:
             return None
         options = self._options
         delta = step.led_delta(answer, options.end_token_ids, options.max_length, self._outcomes.find)
-        known = 0 if delta is None else len(delta.token_ids)
-        if answer.next_proposed >= known:
+        if delta is None:
+            raise ProtocolError("target service: it goes on where it may not")
+        # It may have known fewer of the draft's tokens when it decided.
+        known = tuple(delta.token_ids[: len(said.token_ids)])
+        if (said.base_length, said.token_ids) != (delta.base_length, known):
             raise ProtocolError(
-                f"target service: it goes on with {answer.next_proposed} proposed tokens; it may with at most "
-                f"{known - 1}"
+                f"target service: it goes on behind {said.base_length} tokens with {_listed(said.token_ids)}; by its "
+                f"rows, and by what the draft proposes, it may behind {delta.base_length} with "
+                f"{_listed(delta.token_ids)}"
             )
-        assert delta is not None, "it has the token"
-        return Delta(delta.base_length, delta.token_ids[: answer.next_proposed + 1])
+        return said
 
     def notify(self) -> None:
         if self.error is not None and self._answer is not None and not self._answer.done():

@@ -629,8 +629,8 @@ def row_head(
 
 
 def _go_on(job: Job[RowRequest], answer: Verification) -> tuple[Verification, Job[RowRequest] | None]:
-    led_token_id = -1 if job.on_led is None else job.delta.token_ids[0]
-    counted = Verification(answer.base_length, answer.rows, job.cost, led_token_id)
+    proposed = None if job.on_led is None else tuple(job.delta.token_ids[1:])
+    counted = Verification(answer.base_length, answer.rows, job.cost, proposed)
     told, request = job.payload.go_on(counted, job.sequence.token_ids)
     if request is None:
         return told, None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from google.protobuf.message import Message
 from hypothesis import given
@@ -23,10 +23,13 @@ from tandem.model.types import (
     TargetOptions,
     VerifyStep,
 )
+from tandem.rpc.outbox import Outbox
 from tandem.v1 import draft_pb2, target_pb2, types_pb2
-from tandem.wire import columns, common, draft, target
+from tandem.wire import bounds, common, draft, target
 
-MANY = columns.MAX_IDS + 1
+MANY = bounds.MAX_IDS + 1
+"""More than most fields may hold, and enough for a message to be counted."""
+MOST = bounds.MAX_DELTA_IDS + 1
 """More than any field may hold."""
 REFUSED = (ProtocolError, InvalidRequestError)
 
@@ -68,7 +71,7 @@ def filled(kind: type[Message], path: tuple[str, ...]) -> Message:
         part = inner.add() if part.DESCRIPTOR.fields_by_name[name].is_repeated else inner
     field, values = part.DESCRIPTOR.fields_by_name[path[-1]], getattr(part, path[-1])
     if field.message_type is None:
-        values.extend([1] * MANY)
+        values.extend([1] * MOST)
     elif field.message_type.GetOptions().map_entry:
         values.update(dict.fromkeys(range(MANY), 1.0))
     else:
@@ -93,74 +96,60 @@ def test_a_field_that_repeats_is_counted_before_it_is_walked(
 
 def test_every_repeated_field_is_found() -> None:
     found = {path for _, path in FIELDS}
-    assert {("opens",), ("verifications",), ("ends",), ("model_info", "step_profile", "steps")} <= found
-    assert ("opens", "logit_adjustments", "biases") in found
-    assert ("verifications", "dense_rows", "shape") in found
+    assert {("parts",), ("model_info", "step_profile", "steps")} <= found
+    assert ("parts", "open", "logit_adjustments", "biases") in found
+    assert ("parts", "verification", "dense_rows", "shape") in found
+    assert ("parts", "outcomes", "continuations", "drawn_from", "token_ids") in found
 
 
-def rows_of(count: int, **fields: Any) -> target_pb2.VerifyResponse:
-    record = struct.pack("<3if2i", 1, 4, count, 0.0, 0, 0)
-    return target_pb2.VerifyResponse(verifications=[target_pb2.VerificationColumns(records=record, **fields)])
-
-
-ROWS = columns.MAX_ROWS + 1
-COLUMNS: dict[str, Message] = {
-    "verifications": target_pb2.VerifyResponse(
-        verifications=[target_pb2.VerificationColumns(records=bytes(24 * 2000)) for _ in range(2)]
-    ),
-    "token rows": rows_of(ROWS, token_rows=target_pb2.TokenRows(token_ids=bytes(4 * ROWS))),
-    "support rows": rows_of(ROWS, support_rows=target_pb2.SupportRows(records=bytes(16 * ROWS))),
-    "dense rows": rows_of(
-        ROWS,
-        dense_rows=types_pb2.Tensor(
-            data_type=types_pb2.DATA_TYPE_FLOAT32, shape=[ROWS, 1], data=bytes(4 * ROWS)
-        ),
-    ),
-    "proposals": draft_pb2.ProposeResponse(
-        proposals=[draft_pb2.ProposalColumns(records=bytes(24 * 2000)) for _ in range(2)]
-    ),
-    "proposed tokens": draft_pb2.ProposeResponse(
-        proposals=[draft_pb2.ProposalColumns(token_ids=bytes(4 * ROWS))]
-    ),
-    "ids of distributions": draft_pb2.ProposeResponse(
-        proposals=[
-            draft_pb2.ProposalColumns(
-                records=struct.pack("<3if2i", 1, 4, 1, 0.0, 0, 0),
-                token_ids=bytes(4),
-                distributions=draft_pb2.DistributionColumns(
-                    support_sizes=struct.pack("<i", columns.MAX_SUPPORT_IDS + 1),
-                    support_ids=bytes(4 * (columns.MAX_SUPPORT_IDS + 1)),
-                    probabilities=bytes(4 * (columns.MAX_SUPPORT_IDS + 1)),
-                ),
-            )
-        ]
-    ),
-    "outcomes": draft_pb2.ProposeResponse(
-        outcomes=[
-            draft_pb2.OutcomeColumns(records=bytes(24 * 2000), depths=bytes(12 * 2000)) for _ in range(2)
-        ]
-    ),
-    "steps of a target": target_pb2.VerifyRequest(
-        steps=target_pb2.VerifySteps(records=bytes(40 * (columns.MAX_PARTS + 1)))
-    ),
-    "steps of a draft": draft_pb2.ProposeRequest(
-        steps=draft_pb2.ProposeSteps(records=bytes(28 * (columns.MAX_PARTS + 1)))
-    ),
+TOGETHER: dict[str, tuple[type[Message], tuple[str, ...], int]] = {
+    "token rows": (target_pb2.VerifyResponse, ("verification", "token_rows", "token_ids"), bounds.MAX_VALUES),
+    "support rows": (target_pb2.VerifyResponse, ("verification", "support_rows", "rows"), bounds.MAX_VALUES),
+    "proposed tokens": (draft_pb2.ProposeResponse, ("proposal", "token_ids"), bounds.MAX_VALUES),
+    "distributions": (draft_pb2.ProposeResponse, ("proposal", "distributions"), bounds.MAX_VALUES),
+    "continuations": (draft_pb2.ProposeResponse, ("outcomes", "continuations"), bounds.MAX_VALUES),
+    "proposals": (target_pb2.VerifyRequest, ("step", "given", "token_ids"), bounds.MAX_VALUES),
+    "supports": (target_pb2.VerifyRequest, ("step", "rows", "supports"), bounds.MAX_VALUES),
+    "end ids": (target_pb2.VerifyRequest, ("open", "end_token_ids"), bounds.MAX_IDS),
+    "deltas": (target_pb2.VerifyRequest, ("step", "committed", "token_ids"), bounds.MAX_DELTA_IDS),
 }
 
 
-@pytest.mark.parametrize("name", COLUMNS)
-def test_the_values_of_a_column_are_counted_before_they_are_walked(name: str) -> None:
-    message = COLUMNS[name]
-    with pytest.raises(ProtocolError, match="may hold at most"):
-        READERS[type(message)](message)
+@pytest.mark.parametrize("name", TOGETHER)
+def test_the_values_of_all_parts_are_counted_together(name: str) -> None:
+    """Many sequences could each hold as much as one."""
+    kind, path, limit = TOGETHER[name]
+    message: Any = kind()
+    for number in (1, 2):
+        owner: Any = message.parts.add(sequence=number)
+        for part in path[:-1]:
+            owner = getattr(owner, part)
+        values = getattr(owner, path[-1])
+        is_message = owner.DESCRIPTOR.fields_by_name[path[-1]].message_type is not None
+        # As many as there may be, and one more with the second part
+        for _ in range((limit if number == 1 else 1) if is_message else 0):
+            values.add()
+        values.extend([] if is_message else [1] * (limit if number == 1 else 1))
+    message.MergeFromString(PADDING)
+    with pytest.raises(ProtocolError, match=f"may hold at most {limit}"):
+        READERS[kind](message)
 
 
-def test_rows_of_a_block_are_as_many_as_its_records_say() -> None:
-    """However many the other column holds, it is not walked."""
-    block = target_pb2.TokenRows(token_ids=bytes(4 * ROWS))
-    with pytest.raises(ProtocolError, match="must hold 4 for 1 values"):
-        list(target.answers_from_proto(rows_of(1, token_rows=block)))
+PADDING = b"\xc2\x3e\x80\x80\x04" + bytes(1 << 16)
+"""An unknown field, which makes a message large enough to be counted."""
+
+
+def test_more_rows_than_were_asked_for_are_not_walked() -> None:
+    message = target_pb2.VerifyResponse()
+    verification = message.parts.add(sequence=1).verification
+    verification.base_length = 4
+    for _ in range(3):
+        verification.support_rows.rows.add(probabilities=[0.5])
+    [(_, answer)] = target.answers_from_proto(message)
+    assert isinstance(answer, target.Answer)
+    step = VerifyStep(Delta(0, (1, 2, 3, 4, 5)), RowKind.SUPPORT, 2, (np.arange(1), np.arange(1)))
+    with pytest.raises(ProtocolError, match="3 rows came for 2 that were requested"):
+        answer.verification(step)
 
 
 SAMPLING = SamplingParams(temperature=0.0)
@@ -177,25 +166,29 @@ PARTS: list[tuple[Callable[[Iterable[tuple[int, Any]]], Message], Any]] = [
 def test_no_message_of_ours_is_beyond_the_bounds(
     write: Callable[[Iterable[tuple[int, Any]]], Message], part: Any
 ) -> None:
-    outbox: columns.Outbox[Any] = columns.Outbox()
-    for number in range(3 * columns.MAX_PARTS):
-        outbox.put(number, part)
+    outbox: Outbox[Any] = Outbox()
+    for number in range(3 * bounds.MAX_PARTS):
+        outbox.put(number + 1, part)
     message = write(outbox.take())
-    columns.check_fields(message.SerializeToString())
-    assert len(READERS[type(message)](message)) == columns.MAX_PARTS
+    bounds.check_bytes(message.SerializeToString())
+    assert len(READERS[type(message)](message)) == bounds.MAX_PARTS
 
 
 def test_a_large_message_of_many_fields_is_refused_unparsed() -> None:
-    many = target_pb2.VerifyResponse(ends=[types_pb2.SequenceEnd() for _ in range(MANY)]).SerializeToString()
+    many = target_pb2.VerifyResponse()
+    for _ in range(MANY):
+        many.parts.add()
     with pytest.raises(ProtocolError, match="holds more than 2048 parts"):
-        columns.check_fields(many)
+        bounds.check_bytes(many.SerializeToString())
     tensor = types_pb2.Tensor(data_type=types_pb2.DATA_TYPE_FLOAT32, shape=[1, MANY], data=bytes(4 * MANY))
-    columns.check_fields(rows_of(1, dense_rows=tensor).SerializeToString())
+    whole = target_pb2.VerifyResponse()
+    whole.parts.add(sequence=1).verification.dense_rows.CopyFrom(tensor)
+    bounds.check_bytes(whole.SerializeToString())
 
 
 @given(st.binary(max_size=64))
 def test_bytes_of_any_kind_are_left_to_the_parser(content: bytes) -> None:
     padding = b"\x0a" + b"\x80\x80\x04" + bytes(1 << 16)
-    columns.check_fields(content)
-    columns.check_fields(content[:8] + padding)
-    columns.check_fields(padding + content)
+    bounds.check_bytes(content)
+    bounds.check_bytes(content[:8] + padding)
+    bounds.check_bytes(padding + content)

@@ -1,14 +1,17 @@
-"""One converter for all dataclasses whose messages hold the same fields."""
+"""One converter for dataclasses whose messages hold the same fields.
+
+For what is not sent in each round: models, statistics, what administrators and clients see.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from enum import Enum
 from types import NoneType
-from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
@@ -20,11 +23,28 @@ DataT = TypeVar("DataT")
 MessageT = TypeVar("MessageT", bound=Message)
 
 
-class Codec(NamedTuple):
-    """Conversions of a field's value."""
+class Part(Protocol):
+    """Converts values of one type, as fields of other messages."""
 
+    @property
+    def data(self) -> Any:
+        """The type."""
+
+    @property
+    def encode(self) -> Callable[[Any], Any]:
+        """Converts the dataclass's value to the message's."""
+
+    @property
+    def decode(self) -> Callable[[Any], Any]:
+        """Converts the message's value to the dataclass's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """Conversions of a type that is converted by functions of its own."""
+
+    data: Any
     encode: Callable[[Any], Any]
-    """Converts the dataclass's value to the message's."""
     decode: Callable[[Any], Any]
 
 
@@ -40,25 +60,32 @@ class _Field(NamedTuple):
     """True if the message can tell whether the field is set."""
 
 
-class Mirror(Generic[DataT, MessageT]):
+class Converter(Generic[DataT, MessageT]):
     """Converts between a dataclass and a message that holds the same fields.
 
-    Enums travel by name, times as timestamps (and come back in the local zone), fields of any type (`object`) as JSON,
-    and dataclasses by their own mirrors, which have to be made before. None leaves a field of the message unset.
+    Enums travel by name, times as timestamps (and come back in the local zone), fields of any type (`object`) as JSON.
+    None leaves a field of the message unset.
     """
 
     def __init__(
-        self, data: type[DataT], message: type[MessageT], *, apart: Collection[str] = (), **sent_as: str
+        self,
+        data: type[DataT],
+        message: type[MessageT],
+        *parts: Part,
+        apart: Collection[str] = (),
+        **sent_as: str,
     ) -> None:
-        """A mirror of two classes.
+        """A converter between two classes.
 
         Args:
+            parts: Converters of the dataclasses among its fields.
             apart: Fields of the dataclass that the caller converts.
             sent_as: Names in the message that are neither the dataclass's own nor those of its count: `hit_count` for
                 `hits`, or `drafted_token_count` for `drafted`.
         """
-        self._data = data
+        self.data = data
         self._message = message
+        by_type = {part.data: part for part in (*_GENERAL, *parts)}
         known = message.DESCRIPTOR.fields_by_name
         hints = get_type_hints(data)
         self._fields: list[_Field] = []
@@ -72,14 +99,17 @@ class Mirror(Generic[DataT, MessageT]):
             may_be_none = NoneType in get_args(hint)
             if may_be_none:
                 (hint,) = (part for part in get_args(hint) if part is not NoneType)
-            codec, knows_presence = _codec(hint, described), described.has_presence
-            self._fields.append(_Field(each.name, described.name, *codec, may_be_none, knows_presence))
-        _MIRRORS[data] = Codec(self._values, self.from_proto)
+            codec = _codec(hint, described, by_type)
+            self._fields.append(
+                _Field(
+                    each.name, described.name, codec.encode, codec.decode, may_be_none, described.has_presence
+                )
+            )
 
     def to_proto(self, value: DataT) -> MessageT:
-        return self._message(**self._values(value))
+        return self._message(**self.encode(value))
 
-    def _values(self, value: DataT) -> dict[str, Any]:
+    def encode(self, value: DataT) -> dict[str, Any]:
         """The message's fields by name; a message within another one is made of them, too."""
         values = {}
         for name, sent_as, encode, _, may_be_none, _ in self._fields:
@@ -95,30 +125,19 @@ class Mirror(Generic[DataT, MessageT]):
             value = getattr(message, sent_as)
             is_none = may_be_none and not (message.HasField(sent_as) if knows_presence else value)
             values[name] = None if is_none else decode(value)
-        return self._data(**values)
+        return self.data(**values)
 
-
-def _timestamp(time: datetime) -> Timestamp:
-    message = Timestamp()
-    message.FromDatetime(time)
-    return message
-
-
-_MIRRORS: dict[Any, Codec] = {
-    datetime: Codec(_timestamp, lambda message: message.ToDatetime(UTC).astimezone()),
-    object: Codec(json.dumps, json.loads),
-}
-
-
-def travels_by(data: type[DataT], encode: Callable[[DataT], Any], decode: Callable[[Any], DataT]) -> None:
-    """Let fields of a type travel by two functions of its own."""
-    _MIRRORS[data] = Codec(encode, decode)
+    decode = from_proto
 
 
 def enum_codec(kind: type[Enum], described: EnumDescriptor, field: str) -> Codec:
-    """The codec of an enum whose members have the names of the protocol's, without its prefix."""
+    """The codec of an enum whose members have the names of the protocol's, without its prefix.
+
+    A member that the protocol does not name is what it means to leave the field unset.
+    """
     prefix = described.values[0].name.removesuffix("UNSPECIFIED")
-    values = {member: described.values_by_name[prefix + member.name].number for member in kind}
+    numbers = {value.name: value.number for value in described.values}
+    values = {member: numbers.get(prefix + member.name, 0) for member in kind}
     members = {value: member for member, value in values.items()}
 
     def decode(value: int) -> Enum:
@@ -127,31 +146,48 @@ def enum_codec(kind: type[Enum], described: EnumDescriptor, field: str) -> Codec
             raise InvalidRequestError(f"{field} is {value}; it must be one of {names}")
         return members[value]
 
-    return Codec(values.__getitem__, decode)
+    return Codec(kind, values.__getitem__, decode)
 
 
-def _codec(hint: Any, described: Any) -> Codec:
+def _codec(hint: Any, described: Any, parts: Mapping[Any, Part]) -> Part:
     origin = get_origin(hint)
-    if origin in (tuple, list):
-        item = _codec(get_args(hint)[0], described)
-        if item.encode is _itself:
-            return Codec(_itself, origin)
+    if origin in (tuple, list, Sequence):
+        made = tuple if origin is tuple else list
+        item = _codec(get_args(hint)[0], described, parts)
+        if item is _PLAIN:
+            return Codec(hint, _itself, made)
         return Codec(
-            lambda values: list(map(item.encode, values)), lambda values: origin(map(item.decode, values))
+            hint,
+            lambda values: [item.encode(each) for each in values],
+            lambda values: made(item.decode(each) for each in values),
         )
     if origin is Mapping:
-        entry = _codec(get_args(hint)[1], described.message_type.fields_by_name["value"])
+        entry = _codec(get_args(hint)[1], described.message_type.fields_by_name["value"], parts)
         return Codec(
+            hint,
             lambda values: {key: entry.encode(value) for key, value in values.items()},
             lambda values: {key: entry.decode(value) for key, value in sorted(values.items())},
         )
-    if hint in _MIRRORS:
-        return _MIRRORS[hint]
+    if hint in parts:
+        return parts[hint]
     if isinstance(hint, type) and issubclass(hint, Enum):
         return enum_codec(hint, described.enum_type, described.name)
-    assert not is_dataclass(hint), f"{hint} has no mirror yet"
-    return Codec(_itself, _itself)
+    assert described.message_type is None, f"{hint} is a message, and has no converter"
+    return _PLAIN
 
 
 def _itself(value: Any) -> Any:
     return value
+
+
+def _timestamp(time: datetime) -> Timestamp:
+    message = Timestamp()
+    message.FromDatetime(time)
+    return message
+
+
+_PLAIN = Codec(None, _itself, _itself)
+_GENERAL: tuple[Part, ...] = (
+    Codec(datetime, _timestamp, lambda message: message.ToDatetime(UTC).astimezone()),
+    Codec(object, json.dumps, json.loads),
+)

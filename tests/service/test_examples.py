@@ -1,0 +1,34 @@
+"""The examples do what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+
+import grpc.aio
+
+from tandem.model.admin import Severity
+from tandem_coordinator.transport.conformance import CHECKS, conformance
+from tests.paths import ROOT
+
+SECONDS = 30.0
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+async def test_the_draft_of_a_page_conforms() -> None:
+    server, port = await example("lookup_draft").serve(0)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            findings = await conformance(channel, SECONDS)
+    finally:
+        await server.stop(None)
+    assert [each.check for each in findings] == list(CHECKS)
+    assert [f"{each.check}: {each.detail}" for each in findings if each.severity is not Severity.OK] == []

@@ -1,7 +1,7 @@
-"""A draft service in plain gRPC, written from docs/protocol.md alone. It proposes what followed the last two tokens before.
+"""A draft service in plain gRPC, written from docs/protocol.md alone: it proposes what followed the last two tokens.
 
-    python examples/lookup_draft.py 50052
-    tandem doctor draft 127.0.0.1:50052
+python examples/lookup_draft.py 50052
+tandem doctor draft 127.0.0.1:50052
 """
 
 import asyncio
@@ -27,12 +27,19 @@ class Sequence:
     def step(self, step):
         """Answer a step with a proposal."""
         require(step.HasField("committed"), "step.committed is missing")
-        require(step.WhichOneof("question") == "propose", "step.propose is missing, and nothing else is granted")
+        require(
+            step.WhichOneof("question") == "propose", "step.propose is missing, and nothing else is granted"
+        )
         base, count = step.committed.base_length, step.propose.max_tokens
         tokens = self.tokens[: max(base, 0)] + list(step.committed.token_ids)
-        require(0 <= base <= len(self.tokens), f"base_length is {base}; the sequence has {len(self.tokens)} tokens")
+        require(
+            0 <= base <= len(self.tokens),
+            f"base_length is {base}; the sequence has {len(self.tokens)} tokens",
+        )
         require(min(tokens, default=0) >= 0, "token ids must be at least 0")
-        require(len(tokens) <= self.max_length, f"max_length is {self.max_length}; it has {len(tokens)} tokens")
+        require(
+            len(tokens) <= self.max_length, f"max_length is {self.max_length}; it has {len(tokens)} tokens"
+        )
         require(count >= 0, f"max_tokens is {count}; it must be at least 0")
         self.tokens = tokens
         count = min(count, self.max_length - len(tokens))
@@ -83,7 +90,9 @@ def answer(sequences, part, response):
             del sequences[number]
     except ValueError as error:
         sequences.pop(number, None)
-        response.parts.add(sequence=number, ending=types_pb2.Ending(code=REFUSED.value[0], message=str(error)))
+        response.parts.add(
+            sequence=number, ending=types_pb2.Ending(code=REFUSED.value[0], message=str(error))
+        )
 
 
 def require(condition, sentence):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tandem.model.replica import ReplicaState
-from tandem.model.types import GenerationRequest
+from tandem.model.types import GenerationRequest, RowKind
 from tandem.serving.interceptors import Context
 from tandem.serving.streams import ServedSequence
 from tandem.v1 import target_pb2, types_pb2
@@ -196,7 +196,7 @@ async def test_rows_of_an_impossible_shape_cost_only_the_target(
 ) -> None:
     async with fleet(Misshapen(ROWS[shape]), FakeTarget()) as (client, *_):
         for _ in range(2):
-            assert (await complete(client, REQUEST)).token_ids == EXPECTED
+            assert (await complete(client, replace(REQUEST, row_kind=RowKind.DENSE))).token_ids == EXPECTED
     lost = [vars(record)["reason"] for record in caplog.records if record.message.startswith("target lost")]
     assert len(lost) == 1
     assert "dense_rows h" in lost[0]

@@ -286,7 +286,7 @@ async def test_a_rounds_messages_are_bounded(
     assert size <= most
     assert widths == sorted(widths, reverse=True)
     if options is SUPPORT:
-        assert size > 0.8 * most
+        assert size > 0.6 * most, "a small id takes one or two bytes, where four are reckoned with"
         assert 16 > widths[-1] > 0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from messages import messages
+from messages import messages  # type: ignore[import-not-found]  # beside this script
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 

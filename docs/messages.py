@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
@@ -15,7 +17,6 @@ from google.protobuf.descriptor_pb2 import (
     FileDescriptorProto,
     FileDescriptorSet,
 )
-from grpc_tools import protoc
 
 PROTOS = Path(__file__).parents[1] / "protos"
 _PACKAGE = ".tandem.v1."
@@ -148,13 +149,12 @@ def _compile() -> FileDescriptorSet:
         output = Path(folder, "protos.binpb")
         sources = sorted(map(str, PROTOS.glob("tandem/v1/*.proto")))
         command = [
-            "protoc",
+            *(sys.executable, "-m", "grpc_tools.protoc"),
             f"--proto_path={PROTOS}",
             f"--proto_path={files('grpc_tools') / '_proto'}",
             "--include_source_info",
             f"--descriptor_set_out={output}",
             *sources,
         ]
-        if protoc.main(command):
-            raise SystemExit("the protos do not compile")
+        subprocess.run(command, check=True)
         return FileDescriptorSet.FromString(output.read_bytes())

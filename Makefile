@@ -94,12 +94,19 @@ test-clients: setup $(CLIENTS)/.installed ## Run the tests with client libraries
 	CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python:$(CURDIR)/$(CLIENTS)/instructor/bin/python $(BIN)/python -m pytest -v -rs -s -m soak \
 		tests/service/test_client_libraries.py $(ARGS)
 
+# From its first release on the protocol stays compatible with it. In a git worktree the tags are in another folder's .git.
+FIRST_RELEASE := v0.1.0
 lint: setup ## Check style, types, import rules, protos and the links of the docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(TYPED)
 	$(BIN)/lint-imports
 	$(BIN)/buf lint protos
+	@if git rev-parse --quiet --verify refs/tags/$(FIRST_RELEASE) >/dev/null 2>&1; then \
+		set -x; $(BIN)/buf breaking protos --against "$$(git rev-parse --git-common-dir)#tag=$(FIRST_RELEASE),subdir=protos"; \
+	else \
+		echo "buf breaking: this repository has no tag $(FIRST_RELEASE), with which the protocol would have to be compatible"; \
+	fi
 	$(BIN)/python docs/generate.py --check
 	$(SITE)
 

@@ -1,4 +1,4 @@
-"""Compile the protos into `tandem/v1`: messages, gRPC stubs, and type stubs for both.
+"""Compile the protos into `tandem/v1`: messages, gRPC stubs, and type stubs for both, with the protos beside them.
 
 The build hook runs this for every install and wheel, and `make protos` runs it by hand. The path of a proto
 below `protos/` is the import path of its module, so what protoc writes is used as it is, with no rewriting.
@@ -17,7 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path("tandem", "v1")
-OUTPUT_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
+OUTPUT_SUFFIXES = (".proto", "_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
+"""The protos themselves are copied, so that `tandem protos` finds them in a checkout and in a wheel alike."""
 INIT_TEXT = '"""Generated from `protos/tandem/v1`; never edited."""\n'
 
 
@@ -54,7 +55,8 @@ def _is_current(package: Path, sources: list[Path], outputs: list[Path]) -> bool
 
 
 def _generated_files(package: Path) -> list[Path]:
-    return [path for path in package.glob("*.py*") if path.is_file()]
+    found = [*package.glob("*.proto"), *package.glob("*.py*")]
+    return [path for path in found if path.is_file()]
 
 
 def _compile(proto_root: Path, sources: list[Path], destination: Path) -> None:
@@ -75,6 +77,8 @@ def _compile(proto_root: Path, sources: list[Path], destination: Path) -> None:
     if result.returncode != 0:
         raise ProtoError(f"the protos in {proto_root} do not compile:\n{result.stderr.strip()}")
     (destination / PACKAGE / "__init__.py").write_text(INIT_TEXT, encoding="utf-8")
+    for source in sources:
+        shutil.copyfile(source, destination / PACKAGE / source.name)
 
 
 def _plugin(name: str) -> str:

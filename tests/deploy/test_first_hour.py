@@ -157,6 +157,8 @@ def test_a_wheel_holds_its_packages_heads_and_kernels(wheel: Path) -> None:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert {name.partition("/")[0] for name in names} == PACKAGES, "site-packages is shared"
     assert "tandem_load/generator.py" in names, "tandem bench --clients needs it"
+    protos = {path.name for path in (ROOT / "protos" / "tandem" / "v1").glob("*.proto")}
+    assert {f"tandem/v1/{name}" for name in protos} <= names, "tandem protos writes them"
     assert "tandem/py.typed" in names, "type checkers read the annotations of a package that has it"
     for head in ("tandem_demo/eagle3", "tandem_demo/smollm2/eagle3"):
         assert {f"{head}/config.json", f"{head}/model.safetensors"} <= names

@@ -56,6 +56,7 @@ class Scenario:
     about: str
     has_useless_draft: bool = False
     """True for a draft that is slow and always wrong."""
+    policy: str = "adaptive"
     options: tuple[str, ...] = ()
     """Of the coordinator."""
     clients: int = 1
@@ -72,7 +73,7 @@ SCENARIOS = {
     "slower": Scenario(
         "The same draft, which the coordinator is told to use.",
         has_useless_draft=True,
-        options=("--speculation-policy", "fixed"),
+        policy="fixed",
     ),
     "crowded": Scenario(
         "Six clients where one request may run.", options=("--max-concurrent-requests", "1"), clients=6
@@ -142,7 +143,7 @@ async def asking(address: str, clients: int) -> AsyncIterator[None]:
 
 async def record(name: str, scenario: Scenario, services: Mapping[str, Service], minutes: float) -> Recording:
     recording = Recording(name)
-    options = ("--prometheus-port", "0", *scenario.options)
+    options = ("--prometheus-port", "0", "--speculation-policy", scenario.policy, *scenario.options)
     async with AsyncExitStack() as stack:
         addresses = services["target"].address, services["draft"].address
         process = stack.enter_context(coordinator(*addresses, *options))

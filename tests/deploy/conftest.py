@@ -13,7 +13,7 @@ from tests.deploy.compose import services
 from tests.deploy.containers import TEST_OPTIONS, Cluster, why_not
 from tests.deploy.images import Image, image
 from tests.deploy.stages import Builder
-from tests.deploy.wheels import build, install
+from tests.deploy.wheels import build, build_from, install
 from tests.paths import ROOT
 
 OVERLAY = ROOT / "deploy" / "compose.tls.yml"
@@ -26,9 +26,21 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The commands of an environment in which the wheel is installed."""
-    return install(tmp_path_factory.mktemp("environment"), wheel)
+def audit_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_from(ROOT / "packages" / "tandem-audit", tmp_path_factory.mktemp("audit_wheel"))
+
+
+@pytest.fixture(scope="session")
+def plugin_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_from(ROOT / "packages" / "tandem-vllm", tmp_path_factory.mktemp("plugin_wheel"))
+
+
+@pytest.fixture(scope="session")
+def commands(
+    wheel: Path, audit_wheel: Path, plugin_wheel: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The commands of an environment in which all wheels are installed."""
+    return install(tmp_path_factory.mktemp("environment"), wheel, audit_wheel, plugin_wheel)
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,11 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from tandem.integrations.vllm import metrics as vllm_metrics
 from tandem.model.types import SpeculationStats
 from tandem.telemetry.service import EngineMetrics, StreamMetrics
 from tandem_coordinator.telemetry.metrics import RequestMetrics, WaitMetrics, state_metrics
 from tandem_coordinator.telemetry.observer import State
+from tandem_vllm import metrics as vllm_metrics
 from tests.end_to_end.processes import run
 from tests.paths import ROOT
 from tests.unit.coordinator.cli.samples import REPLICAS, STATUS

@@ -1,4 +1,4 @@
-"""The wheel: what it holds, and a part of the end-to-end tests against it from an empty folder."""
+"""The wheels: what they hold, their commands, and a part of the end-to-end tests against them from an empty folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from hatch_build import published
 from tests import bundled_kernels
-from tests.deploy.wheels import PACKAGES
+from tests.deploy.wheels import PACKAGES, install
 from tests.end_to_end.processes import run
 from tests.paths import ROOT
 
@@ -88,3 +88,39 @@ def test_a_wheel_describes_itself_with_links_that_work(wheel: Path) -> None:
     linked = published(readme, "https://example.org/a/tandem")
     assert re.search(relative, linked) is None
     assert "[scaling](https://example.org/a/tandem/blob/main/docs/scaling.md)" in linked
+
+
+def held(wheel: Path) -> set[str]:
+    """The names at the top of a wheel, but for its description."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name.partition("/")[0] for name in archive.namelist() if ".dist-info/" not in name}
+
+
+def test_the_packages_beside_tandem_hold_one_package_each(audit_wheel: Path, plugin_wheel: Path) -> None:
+    assert held(audit_wheel) == {"tandem_audit"}
+    assert held(plugin_wheel) == {"tandem_vllm"}
+
+
+def test_the_audit_needs_neither_tandem_nor_torch(audit_wheel: Path, tmp_path: Path) -> None:
+    commands = install(tmp_path / "environment", audit_wheel)
+    hidden = {"TEST_HIDES_TORCH": "1", "PYTHONPATH": ""}
+    ran = run(str(commands / "python"), "-P", "-c", "import tandem", environment=hidden, folder=tmp_path)
+    assert "No module named 'tandem'" in ran.stderr
+    ran = run(str(commands / "tandem-audit"), "--help", environment=hidden, folder=tmp_path)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.startswith("Usage: tandem-audit ")
+
+
+def test_no_file_of_the_working_folder_is_imported(commands: Path, tmp_path: Path) -> None:
+    """Files with the names of our packages, for commands that start no service; test_first_hour has folders."""
+    for package in (*PACKAGES, "tandem_audit", "tandem_vllm"):
+        (tmp_path / f"{package}.py").write_text("raise SystemExit(9)\n", encoding="utf-8")
+    for words in (("tandem", "--version"), ("tandem", "audit", "--help"), ("tandem-audit", "--help")):
+        ran = run(str(commands / words[0]), *words[1:], environment={"PYTHONPATH": ""}, folder=tmp_path)
+        assert (ran.returncode, ran.stderr) == (0, ""), words
+    assert ran.stdout.startswith("Usage: tandem-audit ")
+    source = "import tandem_coordinator.drafting, tandem_vllm.settings as s; print(s.__file__)"
+    ran = run(
+        *(str(commands / "python"), "-P", "-c", source), environment={"PYTHONPATH": ""}, folder=tmp_path
+    )
+    assert ran.stdout.startswith(str(commands.parent)), ran.stderr

@@ -24,7 +24,7 @@ from tests.service.engines import draft, services
 from tests.service.fakes import coordinated
 from tests.service.other_tokenizer import renumbered
 from tests.service.test_drafting_ahead import small_target
-from tests.service.vllm_stub import Request, Runner, plugged, run
+from vllm_stub import Request, Runner, plugged, run
 
 PROMPTS = (
     "def fibonacci(n):\n    a, b = 0, 1\n    for",

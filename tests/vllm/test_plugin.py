@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from benchmarks.peers import mend_expansion
-from tandem.integrations.vllm.proposer import WORKER, WaysOfDrafting, entries_of
 from tandem.model.types import Proposal
+from tandem_vllm.proposer import WORKER, WaysOfDrafting, entries_of
 from tests.end_to_end.processes import address_of, model_service
 from tests.unit.engine.tiny_models import MAX_LENGTH, save_checkpoint
 from tests.vllm.families import FAMILIES
@@ -112,7 +112,7 @@ def _drafted_for(target: Path, draft: Path) -> Iterator[Any]:
 def _engine(folder: Path) -> Any:
     from vllm import LLM
 
-    ours = {"method": "custom_class", "model": "tandem.integrations.vllm.TandemProposer"}
+    ours = {"method": "custom_class", "model": "tandem_vllm.TandemProposer"}
     return LLM(
         model=str(folder),
         dtype="float32",
@@ -148,5 +148,5 @@ def test_with_our_drafts_vllm_draws_from_the_target(pair: Pair, monkeypatch: pyt
         *at, probs = entries_of(proposals)
         return *at, probs / np.float32(2)
 
-    monkeypatch.setattr("tandem.integrations.vllm.proposer.entries_of", halved)
+    monkeypatch.setattr("tandem_vllm.proposer.entries_of", halved)
     assert p_value(pair.places(prompt, pair.complete(prompt))) < SURE

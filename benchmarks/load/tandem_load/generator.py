@@ -34,7 +34,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, FilePath, TypeAdapt
 from rich.console import Console
 from rich.table import Table
 
-from tandem.audit.client import event_of, first_model, raise_for, reached, words_of
 from tandem.clients.client import Client, Retries
 from tandem.config.options import Options
 from tandem.config.rule import Rule, Rules
@@ -44,6 +43,7 @@ from tandem.progress import Progress
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem_coordinator.cli.serve import SERVICES
 from tandem_load.common import LISTED, Positive, free_port, one_sentence, process, read_options
+from tandem_load.http_server import event_of, first_model, raise_for, reached, words_of
 
 # ---- arrivals, lengths and figures, named as by `vllm bench serve`
 

@@ -86,7 +86,7 @@ def sends_load(arguments: Sequence[str]) -> bool:
 def bench(context: typer.Context) -> None:
     """Compare ways of decoding on this machine; --clients, --rate or --http send a load. `--help` lists options."""
     is_load = sends_load(context.args)
-    needed = {"httpx2": "install it as well: pip install 'tandem-speculative[audit]'"} if is_load else _NEEDED
+    needed = {"httpx2": "install it as well: pip install 'tandem-speculative[load]'"} if is_load else _NEEDED
     for package, advice in needed.items():
         if importlib.util.find_spec(package) is None:
             raise ConfigurationError(f"tandem bench needs {package}, which is not installed here; {advice}")

@@ -112,7 +112,7 @@ def test_dashboard_and_alerts_are_those_of_compose() -> None:
 
 
 def test_the_plug_in_of_vllm_knows_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    plug_in = pytest.importorskip("tandem.integrations.vllm.settings")
+    plug_in = pytest.importorskip("tandem_vllm.settings")
     given = environment_of(rendered("vllm"), "vllm")
     set_environment(monkeypatch, given)
     settings = plug_in.read_settings()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from tandem import __version__
+from tandem_coordinator.cli import audit
 from tandem_coordinator.cli.connection import Contexts, read_contexts
 from tandem_coordinator.cli.main import VERBS, app
 from tests.commands import Commands
@@ -164,3 +166,33 @@ def test_options_override_the_environment_which_overrides_the_context(
     by_name = ("admin", "status", "--context", "here")
     assert port(*by_name) == "1"
     assert port(*by_name, "--address", "127.0.0.1:4") == "4"
+
+
+class Brought:
+    """The verb of another package."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[str], str]] = []
+
+    def load(self) -> Callable[[list[str], str], int]:
+        def run(words: list[str], program: str) -> int:
+            self.calls.append((words, program))
+            return 3
+
+        return run
+
+
+def test_an_audit_is_left_to_the_package_that_brings_it(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brought = Brought()
+    monkeypatch.setattr(audit, "entry_points", lambda group, name: [brought])
+    assert commands.run("audit", "http://a/v1", "--help", "--minutes", "3").code == 3
+    assert brought.calls == [(["http://a/v1", "--help", "--minutes", "3"], "tandem audit")]
+
+
+def test_an_audit_without_its_package_names_what_to_install(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "entry_points", lambda group, name: [])
+    assert commands.fail(2, "audit", "http://a/v1").endswith("install it: pip install tandem-audit")

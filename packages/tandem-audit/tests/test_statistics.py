@@ -8,10 +8,10 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
-from benchmarks.faulty_server import FAULTS, Language
-from benchmarks.studies.audit import biased, biases, false_alarms, judged, sampler, simulated
-from tandem.audit.run import COLD, MAIN, NUCLEUS, TEMPERATURE, TOP_P, expected
-from tandem.audit.statistics import (
+from tandem_audit.run import COLD, MAIN, NUCLEUS, TEMPERATURE, TOP_P, expected
+from tandem_audit.simulation.__main__ import biased, biases, false_alarms, judged, sampler, simulated
+from tandem_audit.simulation.samplers import FAULTS, Language
+from tandem_audit.statistics import (
     ALPHA,
     Calibration,
     Evidence,

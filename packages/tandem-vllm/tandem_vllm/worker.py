@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
-from tandem.integrations.vllm.proposer import TandemProposer
+from tandem_vllm.proposer import TandemProposer
 
 if TYPE_CHECKING:
     PlatformWorker: Any
@@ -27,7 +27,7 @@ class TandemWorker(PlatformWorker):  # type: ignore[misc]
         if self.use_v2_model_runner:
             from vllm.v1.worker.gpu import model_runner
 
-            from tandem.integrations.vllm.speculator import TandemSpeculator
+            from tandem_vllm.speculator import TandemSpeculator
 
             model_runner.init_speculator = TandemSpeculator
         super().init_device()

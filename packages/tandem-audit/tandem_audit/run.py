@@ -17,7 +17,7 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from tandem.audit.checks import (
+from tandem_audit.checks import (
     PROMPTS,
     Check,
     Verdict,
@@ -27,16 +27,9 @@ from tandem.audit.checks import (
     temperature_is_raw,
     unless_refused,
 )
-from tandem.audit.client import (
-    Budget,
-    BudgetError,
-    Completion,
-    Server,
-    SpeculationCounts,
-    asked_alike,
-    connected,
-)
-from tandem.audit.statistics import (
+from tandem_audit.client import Budget, Completion, Server, SpeculationCounts, asked_alike, connected
+from tandem_audit.errors import AuditError, BudgetError, UnreachableError, UsageError
+from tandem_audit.statistics import (
     ALPHA,
     Calibration,
     Evidence,
@@ -46,7 +39,6 @@ from tandem.audit.statistics import (
     joined,
     permutation_p,
 )
-from tandem.errors import ConfigurationError, ServiceUnavailableError, TandemError
 
 TEMPERATURE, TOP_P = 0.6, 0.8
 """Sampling parameters of the two shorter looks."""
@@ -147,7 +139,7 @@ def _check_fields(option: str, body: Mapping[str, Any]) -> None:
                 "distribution that is reported"
             )
     if sentences:
-        raise ConfigurationError(f"{option}: {'; '.join(sentences)}")
+        raise UsageError(f"{option}: {'; '.join(sentences)}")
 
 
 @dataclass(slots=True)
@@ -389,10 +381,10 @@ async def sampled(
                 (completion,) = await task
             except BudgetError:
                 return
-            except TandemError as error:
+            except AuditError as error:
                 failures += 1
                 if failures >= 5:
-                    raise ServiceUnavailableError(f"{failures} requests in a row failed: {error}") from None
+                    raise UnreachableError(f"{failures} requests in a row failed: {error}") from None
                 continue
             failures = 0
             yield place, completion

@@ -19,17 +19,26 @@ from tandem.config import SpeculativeConfig
 from tandem.config.rule import broken
 from tandem.engine.models.checkpoint import TOKENIZER_FILE, tokenizer_hash
 from tandem.errors import CapacityError, ModelFolderError, ServiceUnavailableError, TandemError
-from tandem.integrations.vllm.metrics import Counts
-from tandem.integrations.vllm.settings import VllmSettings
 from tandem.model.replica import ReplicaState, Role
 from tandem.model.types import AheadBudget, Coverage, DraftOptions, ModelInfo, Proposal
 from tandem.rpc.addresses import split_addresses
 from tandem.scopes import RequestScopes
-from tandem_coordinator.failover.placement import DraftPlacement, OpenSequence
-from tandem_coordinator.replicas.compatibility import MODEL_RULES, Deployment, needs_mapping
-from tandem_coordinator.replicas.pool import Member, Pool
-from tandem_coordinator.speculation.ahead import Unfinished, tokens_after_hit
-from tandem_coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence
+from tandem_coordinator.drafting import (
+    MODEL_RULES,
+    Deployment,
+    DraftClient,
+    DraftLimits,
+    DraftPlacement,
+    DraftSequence,
+    Member,
+    OpenSequence,
+    Pool,
+    Unfinished,
+    needs_mapping,
+    tokens_after_hit,
+)
+from tandem_vllm.metrics import Counts
+from tandem_vllm.settings import VllmSettings
 
 logger = logging.getLogger(__name__)
 

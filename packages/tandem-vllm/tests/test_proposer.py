@@ -11,29 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tandem.integrations.vllm import TandemProposer
+import vllm_stub
 from tandem.model.types import DraftOptions, Proposal, RowKind, SparseDistribution, StepProfile
 from tandem_coordinator.replicas.pool import Pool
 from tandem_coordinator.transport.draft_client import DraftClient, PendingOutcomes
 from tandem_draft.proposers.suffix import suffix_proposer
 from tandem_draft.servicer import DraftedFor, DraftServicer
+from tandem_vllm import TandemProposer
 from tests.end_to_end.processes import read
-from tests.service import vllm_stub
 from tests.service.clients import until
 from tests.service.engines import model_free
 from tests.service.fakes import FakeDraft, counting, served, serving
 from tests.service.test_ahead_fakes import AheadDraft
-from tests.service.vllm_stub import (
-    TOKEN_COUNT,
-    Request,
-    Runner,
-    disturbance,
-    fitting,
-    hashed,
-    plugged,
-    run,
-    steps_of,
-)
+from vllm_stub import TOKEN_COUNT, Request, Runner, disturbance, fitting, hashed, plugged, run, steps_of
 
 TOKEN = "a-token-of-many-characters"
 

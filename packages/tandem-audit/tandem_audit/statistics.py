@@ -25,7 +25,7 @@ ALPHA = 0.0004
 """Most false alarms of an audit by its draws: half for Holm's tests at the end, half for the e-process.
 
 A thousand audits of correct samplers then have 0.4 on average at most, and a total variation of 0.0125 is still found
-in 95 % of the audits of 60,000 tokens (`benchmarks.studies.audit`)."""
+in 95 % of the audits of 60,000 tokens (`python -m tandem_audit.simulation`)."""
 LEVEL = math.log10(2 / ALPHA)
 """Evidence from which on the e-process is a finding, log10."""
 MIN_VARIANCE = 20.0

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from html import escape
 from typing import Any
 
-from tandem import __version__
-from tandem.audit.run import MAIN, Audit
-from tandem.audit.statistics import ALPHA, CONFIDENCES, LEVEL, POSITIONS, TestResult
+from tandem_audit import __version__
+from tandem_audit.run import MAIN, Audit
+from tandem_audit.statistics import ALPHA, CONFIDENCES, LEVEL, POSITIONS, TestResult
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 720, 260, 64, 52, 16
 _RED, _BLUE, _GREY = "#b91c1c", "#1d4ed8", "#64748b"
@@ -96,7 +96,7 @@ def html(audit: Audit) -> str:
     parts = [
         f"<h1>{escape(audit.url)}: {escape(audit.verdict)}</h1>",
         f"<p>Model {escape(audit.model)}, {escape(audit.began)}, {audit.seconds:.0f} s, {audit.requests:,} requests, "
-        f"{audit.tokens:,} tokens, tandem {__version__}. {escape(acceptance_line(audit))}</p>",
+        f"{audit.tokens:,} tokens, tandem-audit {__version__}. {escape(acceptance_line(audit))}</p>",
         f"<ul class=findings>{findings}</ul>" if findings else "",
         *(f"<h2>{title}</h2>{picture}" for title, picture in pictures if picture),
         f"<h2>Checks</h2><table>{checks}</table>",

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from tandem.audit.client import BudgetError, Completion, Server
-from tandem.audit.statistics import BoolArray, FloatArray
-from tandem.errors import InvalidRequestError
+from tandem_audit.client import Completion, Server
+from tandem_audit.errors import BudgetError, InvalidRequestError
+from tandem_audit.statistics import BoolArray, FloatArray
 
 PROMPTS = (
     "The capital of France is",

@@ -20,8 +20,8 @@ from torch import Tensor
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from tandem.errors import ConfigurationError
-from tandem.integrations.vllm.proposer import BatchRow, Drafts, entries_of
 from tandem.model.types import Proposal
+from tandem_vllm.proposer import BatchRow, Drafts, entries_of
 
 METHOD = "ngram_gpu"
 """vLLM's name for the method in whose place Tandem drafts: one that needs no draft model, with which vLLM schedules

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+import vllm_stub
 from tandem.engine_vllm.contract import check_plugin
 from tandem.errors import ConfigurationError
-from tandem.integrations.vllm import TandemProposer
-from tandem.integrations.vllm.link import target_info, why_unfit
-from tandem.integrations.vllm.proposer import (
+from tandem.model.types import AheadBudget, ModelInfo, Proposal, SamplingParams, SparseDistribution
+from tandem_vllm import TandemProposer
+from tandem_vllm.link import target_info, why_unfit
+from tandem_vllm.proposer import (
     MAX_SECONDS,
     MIN_SECONDS,
     BatchRow,
@@ -26,8 +28,6 @@ from tandem.integrations.vllm.proposer import (
     asks,
     sampling_of,
 )
-from tandem.model.types import AheadBudget, ModelInfo, Proposal, SamplingParams, SparseDistribution
-from tests.service import vllm_stub
 
 
 @pytest.fixture
@@ -206,9 +206,7 @@ def test_drafts_of_which_next_to_nothing_is_accepted_cost_few_steps() -> None:
 @pytest.mark.usefixtures("address")
 def test_without_our_worker_class_the_start_says_how_to_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
     vllm_stub.install(monkeypatch)
-    with pytest.raises(
-        ConfigurationError, match=r"--worker-cls tandem\.integrations\.vllm\.worker\.TandemWorker"
-    ):
+    with pytest.raises(ConfigurationError, match=r"--worker-cls tandem_vllm\.worker\.TandemWorker"):
         TandemProposer(vllm_stub.config()).load_model(None)
 
 
@@ -255,10 +253,10 @@ def speculator(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         )
     sys.modules[name].BaseSpeculator = object  # type: ignore[attr-defined]
     monkeypatch.setenv("TANDEM_VLLM_DRAFT_ADDRESS", "127.0.0.1:1")
-    monkeypatch.delitem(sys.modules, "tandem.integrations.vllm.speculator", raising=False)
+    monkeypatch.delitem(sys.modules, "tandem_vllm.speculator", raising=False)
 
     def make(method: str = "ngram_gpu") -> Any:
-        from tandem.integrations.vllm.speculator import TandemSpeculator
+        from tandem_vllm.speculator import TandemSpeculator
 
         config = vllm_stub.config()
         config.speculative_config.method = method

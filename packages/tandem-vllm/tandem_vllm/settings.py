@@ -10,12 +10,7 @@ from tandem.config.rule import Rules
 from tandem.config.settings import FilledSettings, load_settings
 from tandem.errors import ConfigurationError
 from tandem.telemetry.settings import TelemetryOptions
-from tandem_coordinator.settings.coordinator import (
-    Addresses,
-    ServiceAccessOptions,
-    SharingOptions,
-    encryption_rule,
-)
+from tandem_coordinator.drafting import Addresses, ServiceAccessOptions, SharingOptions, encryption_rule
 
 ENVIRONMENT_PREFIX = "TANDEM_VLLM_"
 

@@ -3,6 +3,6 @@
 `proposer` is what vLLM calls; `link` owns the thread that talks to the drafts; all else is pure or small.
 """
 
-from tandem.integrations.vllm.proposer import TandemProposer
+from tandem_vllm.proposer import TandemProposer
 
 __all__ = ["TandemProposer"]

@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.integrations.vllm import TandemProposer
-from tandem.integrations.vllm.link import target_info
-from tandem.integrations.vllm.proposer import StepDrafter
+from tandem_vllm import TandemProposer
+from tandem_vllm.link import target_info
+from tandem_vllm.proposer import StepDrafter
 from tests.paths import DEMO_TARGET
 from tests.service.fakes import MAX_LENGTH, FakeDraft, serving
 

@@ -20,18 +20,6 @@ import torch
 
 from tandem.engine_vllm.contract import check_plugin, check_runner, lacking
 from tandem.errors import ConfigurationError, TandemError
-from tandem.integrations.vllm.link import (
-    NOTHING,
-    AskedRow,
-    Batch,
-    DraftedRow,
-    DraftLink,
-    draft_pool,
-    target_info,
-    tokenizer_folder,
-)
-from tandem.integrations.vllm.metrics import Counts, Report, log_through
-from tandem.integrations.vllm.settings import VllmSettings, read_settings
 from tandem.model.types import (
     MAX_AHEAD_TOKENS,
     AheadBudget,
@@ -44,11 +32,21 @@ from tandem.model.types import (
     SamplingParams,
 )
 from tandem.scopes import CallerScopes, kinds_of
-from tandem_coordinator.speculation.ahead import DraftAhead
-from tandem_coordinator.stats.speculation import MovingAverage
-from tandem_coordinator.transport.draft_client import DraftLimits
+from tandem_coordinator.drafting import DraftAhead, DraftLimits, MovingAverage
+from tandem_vllm.link import (
+    NOTHING,
+    AskedRow,
+    Batch,
+    DraftedRow,
+    DraftLink,
+    draft_pool,
+    target_info,
+    tokenizer_folder,
+)
+from tandem_vllm.metrics import Counts, Report, log_through
+from tandem_vllm.settings import VllmSettings, read_settings
 
-WORKER = "tandem.integrations.vllm.worker.TandemWorker"
+WORKER = "tandem_vllm.worker.TandemWorker"
 """The worker class for vLLM's `--worker-cls`."""
 
 _DRAFT_TOP_K, _DRAFT_SUPPORT_MASS = 1024, 0.995

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -19,22 +23,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from benchmarks.faulty_server import PROPOSED, RIGHT, Language, Sampler
-from tandem.audit.checks import Verdict, variation
-from tandem.audit.client import Budget, Completion, Server, connected, speculation_counts
-from tandem.audit.report import acceptance_line, as_dict, html
-from tandem.audit.run import Audit, AuditOptions, Reader, audit, compared
-from tandem.errors import (
-    CapacityError,
-    ConfigurationError,
-    InvalidRequestError,
-    NotFoundError,
-    ProtocolError,
-    ServiceUnavailableError,
-    TandemError,
-    UnauthenticatedError,
-)
-from tests.commands import Commands
+from tandem_audit import command, progress
+from tandem_audit.checks import Verdict, variation
+from tandem_audit.client import Budget, Completion, Server, connected, speculation_counts
+from tandem_audit.command import main, told
+from tandem_audit.errors import AnswerError, InvalidRequestError, RefusedError, UnreachableError, UsageError
+from tandem_audit.progress import shown
+from tandem_audit.report import acceptance_line, as_dict, html
+from tandem_audit.run import Audit, AuditOptions, Reader, audit, compared
+from tandem_audit.simulation.samplers import PROPOSED, RIGHT, Language, Sampler
 
 LANGUAGE, OTHER_LANGUAGE = Language.random(), Language.random(seed=6)
 sampler_of = cache(Sampler)  # each takes a while to make
@@ -265,9 +262,7 @@ async def test_the_time_holds_for_the_checks_too(minutes: float) -> None:
 )
 def test_fields_that_change_what_is_drawn_are_refused(option: str, field: str, value: object) -> None:
     changed: dict[str, Any] = {option: {field: value}}
-    with pytest.raises(
-        ConfigurationError, match=f"^--{option.replace('_', '-')}: {field} is .*; it must be "
-    ):
+    with pytest.raises(UsageError, match=f"^--{option.replace('_', '-')}: {field} is .*; it must be "):
         AuditOptions(URL, **changed)
 
 
@@ -320,7 +315,7 @@ async def test_a_busy_server_is_asked_again_but_not_for_ever() -> None:
     # Three attempts at the first set of fields; later sets are tried because no log probabilities came.
     assert len(seen) == 1 + 3 + 4
     transport, seen = _answering(busy)
-    with pytest.raises(CapacityError, match="answered 429"):
+    with pytest.raises(RefusedError, match="answered 429"):
         await _connect(transport)
     assert len(seen) == 1 + 3
 
@@ -329,10 +324,10 @@ async def test_a_busy_server_is_asked_again_but_not_for_ever() -> None:
     ("status", "error"),
     [
         (400, InvalidRequestError),
-        (401, UnauthenticatedError),
-        (404, NotFoundError),
-        (500, TandemError),
-        (502, ServiceUnavailableError),
+        (401, RefusedError),
+        (404, InvalidRequestError),
+        (500, AnswerError),
+        (502, UnreachableError),
     ],
 )
 async def test_what_a_server_refuses_is_one_sentence(status: int, error: type[Exception]) -> None:
@@ -344,20 +339,20 @@ async def test_what_a_server_refuses_is_one_sentence(status: int, error: type[Ex
 
 async def test_a_url_without_its_end_is_told_the_usual_one() -> None:
     transport, _ = _answering(httpx2.Response(404, json={}))
-    with pytest.raises(NotFoundError, match="ends in /v1"):
+    with pytest.raises(InvalidRequestError, match="ends in /v1"):
         async with _connected(transport, url="http://server", model="m"):
             pass
 
 
 async def test_an_answer_that_is_no_completion_is_a_protocol_error() -> None:
     transport, _ = _answering(httpx2.Response(200, json={"choices": [None]}))
-    with pytest.raises(ProtocolError, match="is not a completion"):
+    with pytest.raises(AnswerError, match="is not a completion"):
         await _connect(transport)
     transport, _ = _answering(
         *[httpx2.Response(200, json=OF_ONE_TOKEN)] * 5, httpx2.Response(200, text="data: {]\n\n")
     )
     async with _connected(transport) as server:
-        with pytest.raises(ProtocolError, match="is no JSON object"):
+        with pytest.raises(AnswerError, match="is no JSON object"):
             await server.stream("a")
 
 
@@ -418,19 +413,33 @@ def test_variation_is_over_what_both_list() -> None:
     assert variation({"a": -1.0, "b": -2.0}, {"a": -1.0}) == 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ran]
+
+
 @pytest.fixture
-def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command without a key in the environment."""
     monkeypatch.delenv("TANDEM_AUDIT_KEY", raising=False)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    return Commands()
+
+    def run(*arguments: str) -> Ran:
+        code = main(arguments)
+        return Ran(code, *capsys.readouterr())
+
+    return run
 
 
-def test_the_command_says_what_it_found(
-    commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_the_command_says_what_it_found(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     seen: list[AuditOptions] = []
 
-    async def found(options: AuditOptions) -> Audit:
+    async def found(options: AuditOptions, report: object) -> Audit:
         seen.append(options)
         sums = {"typical-acceptance": 3.0} if options.body else {}
         counts = speculation_counts(
@@ -438,26 +447,86 @@ def test_the_command_says_what_it_found(
         )
         return Audit(options.url, "m", "now", is_miscalibrated=bool(options.body), speculation=counts)
 
-    monkeypatch.setattr("tandem.audit.run.audit", found)
+    monkeypatch.setattr(command, "run_audit", found)
     monkeypatch.setenv("TANDEM_AUDIT_KEY", "secret")
     page = tmp_path / "audit.html"
-    ran = commands.run("audit", URL, "--html", str(page), "--body", '{"x": 1}', "--quiet")
+    ran = run(URL, "--html", str(page), "--body", '{"x": 1}', "--quiet")
     assert ran.code == 1
     assert "- the acceptance rule typical-acceptance is lossy by design\n" in ran.out
     assert page.read_text().startswith("<!doctype html>")
     assert seen[0].key == "secret"
     assert "secret" not in ran.out + ran.err + page.read_text() + repr(seen[0])
-    ran = commands.run("audit", URL, "--json", "--quiet")
+    ran = run(URL, "--json", "--quiet")
     assert (ran.code, json.loads(ran.out)["findings"]) == (0, [])
 
 
-def test_wrong_calls_are_one_sentence(commands: Commands) -> None:
-    assert commands.fail(2, "audit").startswith("URL is missing")
-    assert re.search("--body is '3'; it must be a JSON object", commands.fail(2, "audit", URL, "--body", "3"))
-    told = commands.fail(2, "audit", URL, "--body", '{"top_k": 50}')
-    assert "top_k is 50; it must be 0 or -1" in told
-    assert "which is no JSON" in commands.fail(2, "audit", URL, "--reference-body", "{")
-    assert "cannot be reached" in commands.fail(4, "audit", "http://127.0.0.1:1/v1", "-q")
+async def test_a_person_is_shown_a_table_of_each_kind() -> None:
+    lines = told(await audited(Changed(), 6_000, Changed())).splitlines()
+    heads = [line.split("  ")[0] for line in lines if line.split("  ")[0].isupper()]
+    assert heads == ["CHECK", "TEST", "AGAINST THE REFERENCE"]
+    assert all(line == line.rstrip() for line in lines)
+    assert any(line.startswith(f"{URL}: lossless, as far as ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "sentence"),
+    [
+        (2, (), "URL is missing"),
+        (2, (URL, "--body", "3"), "--body is '3'; it must be a JSON object"),
+        (2, (URL, "--body", '{"top_k": 50}'), "top_k is 50; it must be 0 or -1"),
+        (2, (URL, "--reference-body", "{"), "which is no JSON"),
+        (2, (URL, "--minuts", "3"), "--minutes"),
+        (2, (URL, "--concurrency", "0"), "--concurrency"),
+        (2, (URL, "more"), "more"),
+        (4, ("http://127.0.0.1:1/v1", "-q"), "cannot be reached"),
+    ],
+)
+def test_wrong_calls_are_one_sentence(run: Run, code: int, arguments: tuple[str, ...], sentence: str) -> None:
+    ran = run(*arguments)
+    assert (ran.code, ran.out) == (code, "")
+    (line,) = ran.err.splitlines()
+    assert line.startswith("error: ")
+    assert sentence in line
+
+
+def test_the_help_and_the_version_are_shown(run: Run) -> None:
+    ran = run("--help")
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith("Usage: tandem-audit")
+    assert "--budget-tokens" in ran.out
+    assert run("--version").out.startswith("tandem-audit ")
+
+
+def test_progress_is_a_bar_in_a_terminal_and_a_line_now_and_then_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log = io.StringIO()
+    with shown(log) as report:
+        report("reading", 0.1)
+        monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+        report("sampling", 0.4)
+    assert re.fullmatch(r"tandem-audit: sampling, 40% done after \d+ s\n", log.getvalue())
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    with shown(terminal) as report:
+        report("sampling [1] tokens", 0.5)
+    assert "tandem-audit" not in terminal.getvalue()
+    assert terminal.getvalue().endswith("\x1b[2K"), "the line is erased"
+
+
+def test_nothing_of_an_engine_is_imported() -> None:
+    """In a process of its own: `tandem-audit --help` works where there is no torch."""
+    source = (
+        "import sys; from tandem_audit.command import main; code = main(['--help']); "
+        "heavy = {'grpc', 'torch', 'transformers', 'tandem', 'tandem_coordinator'} & sys.modules.keys(); "
+        "sys.exit(str(heavy) if heavy else code)"
+    )
+    folder = str(Path(command.__file__).parents[1])
+    ran = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=False, cwd=folder
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.startswith("Usage: ")
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Speculative samplers with planted faults, over a small synthetic language: what `tandem audit` has to find."""
+"""Speculative samplers with planted faults, over a small synthetic language: what an audit has to find."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tandem.audit.client import LISTED
-from tandem.audit.statistics import BoolArray, FloatArray, IntArray, Steps
-from tandem.model.sampling.warping import warp
-from tandem.model.types import SamplingParams
+from tandem_audit.client import LISTED
+from tandem_audit.statistics import BoolArray, FloatArray, IntArray, Steps
 
 RIGHT = "none"
 FAULTS = {
@@ -64,8 +62,17 @@ def _softmax(logits: FloatArray) -> FloatArray:
 
 
 def _warped(probs: FloatArray, temperature: float, top_p: float) -> FloatArray:
-    # One row of parameters is broadcast over all rows: thousands of equal ones take longer than the warping.
-    return np.asarray(warp(np.log(probs), [SamplingParams(temperature=temperature, top_p=top_p)]))
+    """The distributions at a temperature, each cut to its most probable tokens that hold `top_p`."""
+    logits = np.log(probs) / temperature
+    warped = _softmax(logits)
+    if top_p >= 1.0:
+        return warped
+    order = np.argsort(-warped, axis=1, kind="stable")
+    ranked = np.take_along_axis(warped, order, axis=1)
+    before = ranked.cumsum(axis=1) - ranked
+    kept = np.zeros_like(warped)
+    np.put_along_axis(kept, order, np.where(before < top_p, ranked, 0.0), axis=1)
+    return np.asarray(kept / kept.sum(axis=1, keepdims=True))
 
 
 def _drawn(probs: FloatArray, uniforms: FloatArray) -> IntArray:

@@ -1,8 +1,8 @@
-"""False alarms of `tandem audit`, and the smallest bias that it finds, by simulation without a server.
+"""False alarms of an audit, and the smallest bias that it finds, by simulation without a server.
 
-    python -m benchmarks.studies.audit --false-alarms 1000      right samplers, each of its own language and seed
-    python -m benchmarks.studies.audit --faults 20              each planted fault of benchmarks/faulty_server.py
-    python -m benchmarks.studies.audit --power 100              biases of a total variation of 0.0125
+    python -m tandem_audit.simulation --false-alarms 1000      right samplers, each of its own language and seed
+    python -m tandem_audit.simulation --faults 20              each planted fault of `samplers`
+    python -m tandem_audit.simulation --power 100              biases of a total variation of 0.0125
 
 A run has as many tokens as 10 minutes at 100 tokens a second give, in the shares of an audit.
 """
@@ -10,23 +10,22 @@ A run has as many tokens as 10 minutes at 100 tokens a second give, in the share
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
 
-from benchmarks.faulty_server import FAULTS, PROPOSED, RIGHT, Language, Sampler, steps_of
-from tandem.audit.run import COLD, MAIN, NUCLEUS, TEMPERATURE, TOP_P, expected
-from tandem.audit.statistics import ALPHA, LEVEL, Calibration, Evidence, FloatArray, IntArray, Steps
-from tandem.serving.standard_streams import write_out
-from tandem_load.common import bisect, study_parser
+from tandem_audit.run import COLD, MAIN, NUCLEUS, TEMPERATURE, TOP_P, expected
+from tandem_audit.simulation.samplers import FAULTS, PROPOSED, RIGHT, Language, Sampler, steps_of
+from tandem_audit.statistics import ALPHA, LEVEL, Calibration, Evidence, FloatArray, IntArray, Steps
 
 TOKENS = 60_000
-"""Length of the audits whose power docs/measurements.md reports."""
+"""Length of the audits whose power the project reports."""
 LENGTH = 64
 """Tokens of a completion."""
 VARIATION = 0.0125
-"""Mean total variation of the forms of a small fault, whose detection docs/measurements.md reports."""
+"""Mean total variation of the forms of a small fault, whose detection the project reports."""
 _PROMPTS = 24
 """Beginnings of completions."""
 _LEVELS = (0.01, 0.001, ALPHA, 0.0002)
@@ -45,7 +44,7 @@ def simulated(
     generator = np.random.default_rng(seed)
     evidence = Evidence({name: Calibration(name != MAIN, PROPOSED + 1) for name in _LOOKS})
     prompts = np.random.default_rng(1).integers(0, language.size**2, _PROMPTS)
-    size, removed = 16 * LENGTH, 0  # in batches, as `tandem.audit.run` reads completions
+    size, removed = 16 * LENGTH, 0  # in batches, as `tandem_audit.run` reads completions
     for name, (share, *_) in _LOOKS.items():
         count = max(1, round(tokens * share / size)) * size // LENGTH
         contexts = np.resize(prompts, count)
@@ -105,10 +104,24 @@ def biases(language: Language) -> dict[str, FloatArray]:
     def variation(form: Callable[[float], FloatArray], amount: float) -> float:
         return float(0.5 * np.abs(form(amount) - target).sum(axis=1).mean())
 
-    return {
-        name: form(bisect(partial(variation, form), VARIATION, 1e-6, 1.0, within=1e-9))
-        for name, form in forms.items()
-    }
+    return {name: form(_argument_of(VARIATION, partial(variation, form))) for name, form in forms.items()}
+
+
+def _argument_of(wanted: float, rising: Callable[[float], float]) -> float:
+    """Where a rising function has a value, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        if rising(middle) < wanted:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _write(line: str) -> None:
+    sys.stdout.write(line)
+    sys.stdout.flush()
 
 
 def judged(evidence: Evidence, removed: int) -> float:
@@ -135,7 +148,7 @@ def main(options: argparse.Namespace) -> None:
     for level in false_alarms(options.false_alarms, options.tokens):
         levels.append(level)
         if len(levels) % 50 == 0 or len(levels) == options.false_alarms:
-            write_out(f"right samplers accused {_counted(levels)}\n")
+            _write(f"right samplers accused {_counted(levels)}\n")
     language = Language.random()
     small = {name: biased(language, probs) for name, probs in biases(language).items()}
 
@@ -145,7 +158,7 @@ def main(options: argparse.Namespace) -> None:
         # Until the e-process crosses its level; all where it does not
         crossings = (next((tokens for tokens, value in each if value > LEVEL), each[-1][0]) for each in paths)
         tokens, found = int(np.median(list(crossings))), _counted([judged(*each) for each in runs])
-        write_out(f"{name}: found {found}; the e-process crosses at {tokens:,} tokens (median)\n")
+        _write(f"{name}: found {found}; the e-process crosses at {tokens:,} tokens (median)\n")
 
     for fault in FAULTS if options.faults else ():
         show(fault, sampler(language, fault), options.faults, fault)
@@ -154,7 +167,8 @@ def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = study_parser(__doc__)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     for option in ("--false-alarms", "--faults", "--power"):
         parser.add_argument(option, type=int, default=0, metavar="RUNS")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each run")

@@ -16,16 +16,13 @@ from typing import Any
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.errors import (
-    CapacityError,
-    DeadlineError,
+from tandem_audit.errors import (
+    AnswerError,
+    AuditError,
+    BudgetError,
     InvalidRequestError,
-    NotFoundError,
-    PermissionDeniedError,
-    ProtocolError,
-    ServiceUnavailableError,
-    TandemError,
-    UnauthenticatedError,
+    RefusedError,
+    UnreachableError,
 )
 
 LISTED = 20
@@ -61,10 +58,6 @@ class Budget:
     @property
     def is_spent(self) -> bool:
         return self.sent >= self.requests or self.generated >= self.tokens
-
-
-class BudgetError(TandemError):
-    """The audit has used what it was allowed to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +127,7 @@ class Server:
             usage = answer.get("usage") or {}
             found = [_completion(choice, usage) for choice in answer["choices"]]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ProtocolError(f"{self.url}: an answer is not a completion: {error!r}") from None
+            raise AnswerError(f"{self.url}: an answer is not a completion: {error!r}") from None
         self.budget.generated += max(
             sum(len(each.tokens) for each in found), int(usage.get("completion_tokens") or 0)
         )
@@ -241,9 +234,9 @@ async def first_model(http: httpx2.AsyncClient, base: str) -> str:
     try:
         listed = [str(each["id"]) for each in answer.json()["data"]]
     except (KeyError, TypeError, ValueError):
-        raise ProtocolError(f"{url}: the answer is no list of models") from None
+        raise AnswerError(f"{url}: the answer is no list of models") from None
     if not listed:
-        raise NotFoundError(f"{base} lists no model; name one with --model")
+        raise InvalidRequestError(f"{base} lists no model; name one with --model")
     return listed[0]
 
 
@@ -330,7 +323,7 @@ def event_of(line: str) -> dict[str, Any]:
     except ValueError:
         event = None
     if not isinstance(event, dict):
-        raise ProtocolError(f"an event of a completion is no JSON object: {data[:300]!r}")
+        raise AnswerError(f"an event of a completion is no JSON object: {data[:300]!r}")
     return event
 
 
@@ -362,17 +355,15 @@ def _completion(choice: Mapping[str, Any], usage: Mapping[str, Any]) -> Completi
 
 @contextmanager
 def reached(url: str, timeout_seconds: float | None = None) -> Iterator[None]:
-    """Say in Tandem's errors why a server cannot be reached."""
+    """Say in one sentence why a server cannot be reached."""
     try:
         yield
     except httpx2.ReadTimeout:
-        raise DeadlineError(f"{url}: no answer within {timeout_seconds} s") from None
+        raise AnswerError(f"{url}: no answer within {timeout_seconds} s") from None
     except httpx2.RemoteProtocolError as error:
-        raise ProtocolError(f"{url} does not speak HTTP/1.1, or closed the connection: {error}") from None
+        raise AnswerError(f"{url} does not speak HTTP/1.1, or closed the connection: {error}") from None
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-        raise ServiceUnavailableError(
-            f"{url} cannot be reached: {str(error) or type(error).__name__}"
-        ) from None
+        raise UnreachableError(f"{url} cannot be reached: {str(error) or type(error).__name__}") from None
 
 
 def _retry_seconds(answer: httpx2.Response, attempt: int) -> float:
@@ -383,16 +374,14 @@ def _retry_seconds(answer: httpx2.Response, attempt: int) -> float:
     return min(max(wanted, 0.0), 10.0)
 
 
-_KINDS: Mapping[int, type[TandemError]] = {
-    401: UnauthenticatedError,
-    403: PermissionDeniedError,
-    404: NotFoundError,
-    405: NotFoundError,
-    408: DeadlineError,
-    429: CapacityError,
-    502: ServiceUnavailableError,
-    503: ServiceUnavailableError,
-    504: DeadlineError,
+_KINDS: Mapping[int, type[AuditError]] = {
+    401: RefusedError,
+    403: RefusedError,
+    408: AnswerError,
+    429: RefusedError,
+    502: UnreachableError,
+    503: UnreachableError,
+    504: AnswerError,
 }
 
 
@@ -401,7 +390,7 @@ def raise_for(answer: httpx2.Response, url: str) -> None:
     status = answer.status_code
     if status == 200:
         return
-    kind = _KINDS.get(status, TandemError if status >= 500 else InvalidRequestError)
+    kind = _KINDS.get(status, AnswerError if status >= 500 else InvalidRequestError)
     is_lost = status == 404 and "/v1/" not in url
     hint = " (OpenAI's API is usually at a URL that ends in /v1)" if is_lost else ""
     try:

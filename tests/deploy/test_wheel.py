@@ -118,7 +118,6 @@ def test_no_file_of_the_working_folder_is_imported(commands: Path, tmp_path: Pat
     for words in (("tandem", "--version"), ("tandem", "audit", "--help"), ("tandem-audit", "--help")):
         ran = run(str(commands / words[0]), *words[1:], environment={"PYTHONPATH": ""}, folder=tmp_path)
         assert (ran.returncode, ran.stderr) == (0, ""), words
-    assert ran.stdout.startswith("Usage: tandem-audit ")
     source = "import tandem_coordinator.drafting, tandem_vllm.settings as s; print(s.__file__)"
     ran = run(
         *(str(commands / "python"), "-P", "-c", source), environment={"PYTHONPATH": ""}, folder=tmp_path

@@ -20,9 +20,13 @@ def open_pair(text: str, cache_folder: Path, device: str) -> Pair:
     if text == "random":
         from benchmarks.shaping import random_draft
 
-        target, draft = DEMO / "target", random_draft(cache_folder / "random")
+        target = DEMO / "target"
+        draft = random_draft(cache_folder / "random")
+    elif text == "demo":
+        target = DEMO / "target"
+        draft = DEMO / "draft"
     else:
-        target, draft = (DEMO / "target", DEMO / "draft") if text == "demo" else _folders(text)
+        target, draft = _folders(text)
     sizes = (find_weights(each).value_count for each in (target, draft))
     return Pair(target, draft, PairInfo(text, *sizes))
 

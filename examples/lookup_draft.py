@@ -30,7 +30,8 @@ class Sequence:
         require(
             step.WhichOneof("question") == "propose", "step.propose is missing, and nothing else is granted"
         )
-        base, count = step.committed.base_length, step.propose.max_tokens
+        base = step.committed.base_length
+        count = step.propose.max_tokens
         tokens = self.tokens[: max(base, 0)] + list(step.committed.token_ids)
         require(
             0 <= base <= len(self.tokens),
@@ -60,13 +61,15 @@ class LookupDraft(draft_pb2_grpc.DraftServiceServicer):
         return draft_pb2.DraftServiceGetModelInfoResponse(model_info=types_pb2.ModelInfo(name="lookup"))
 
     async def Propose(self, requests, context):
-        sequences, latest = {}, 0
+        sequences = {}
+        latest = 0
         async for request in requests:
             response = draft_pb2.ProposeResponse()
             for part in request.parts:
                 if part.sequence < 1:
                     await context.abort(REFUSED, "sequences count from 1")
-                is_new, latest = part.sequence > latest, max(part.sequence, latest)
+                is_new = part.sequence > latest
+                latest = max(part.sequence, latest)
                 if is_new or part.sequence in sequences:  # else it has ended, which the caller learns
                     answer(sequences, part, response)
             if response.parts:
@@ -75,7 +78,8 @@ class LookupDraft(draft_pb2_grpc.DraftServiceServicer):
 
 def answer(sequences, part, response):
     """Take what is said of a sequence; add what there is to answer."""
-    number, content = part.sequence, part.WhichOneof("content")
+    number = part.sequence
+    content = part.WhichOneof("content")
     try:
         require((content == "open") != (number in sequences), "a sequence begins with one open")
         if content == "open":

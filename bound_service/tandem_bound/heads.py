@@ -11,7 +11,8 @@ from tandem_target.settings import TargetSettings
 
 def chosen_head(settings: TargetSettings) -> tuple[str, Path | None]:
     """Return the drafting method and the head's folder; None if the target's own checkpoint has the head."""
-    given, folder = settings.speculative_method, settings.draft_model
+    given = settings.speculative_method
+    folder = settings.draft_model
     if (method := canonical_method(given or "")) in OWN_METHODS:
         if folder is not None:
             raise ConfigurationError(

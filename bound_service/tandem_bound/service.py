@@ -26,7 +26,8 @@ class BoundService(ModelService):
         chosen_head(settings)
         super().__init__(settings)
         self._settings = settings
-        self._target, self._draft = TargetServicer(self._observer), DraftServicer()
+        self._target = TargetServicer(self._observer)
+        self._draft = DraftServicer()
         self.streams = [self._target.streams, self._draft.streams]
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -38,5 +39,6 @@ class BoundService(ModelService):
         from tandem_bound.loading import load_pair
 
         pair = load_pair(settings, self._observer.on_step, self.fail)
-        self._target.verifier, self._draft.proposer = pair.verifier, pair.proposer
+        self._target.verifier = pair.verifier
+        self._draft.proposer = pair.proposer
         return [pair.verifier, pair.proposer]

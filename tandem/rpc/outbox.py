@@ -1,4 +1,4 @@
-"""What waits to be said of the sequences of a stream, and how much of it goes into one message."""
+"""Queue of the parts that wait for a stream, and the cut into messages."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _size_of_row(row: TargetRow) -> int:
 
 
 class Outbox(Generic[PartT]):
-    """What is to be said of sequences, each by its number on the stream, in order."""
+    """Parts that wait, each with the number of its sequence, in order."""
 
     def __init__(self) -> None:
         self._parts: deque[tuple[int, PartT, int]] = deque()
@@ -80,7 +80,8 @@ class Outbox(Generic[PartT]):
         The message that was taken before has been sent.
         """
         self.waiting_bytes -= self._taken_bytes
-        self._taken_bytes, taken = 0, []
+        self._taken_bytes = 0
+        taken: list[tuple[int, PartT]] = []
         while self._parts and self._taken_bytes < LARGE_BYTES:
             sequence, part, size = self._parts.popleft()
             self._taken_bytes += size

@@ -57,7 +57,7 @@ def check_message(message: Message) -> None:
     if message.ByteSize() <= LARGE_BYTES:
         return
     counts: Counter[str] = Counter()
-    for path, count in _repeated(message, ""):
+    for path, count in _count_repeated(message, ""):
         counts[path] += count
         limit = _limit(path)
         if counts[path] > limit:
@@ -73,7 +73,7 @@ def _limit(path: str) -> int:
     return MAX_VALUES
 
 
-def _repeated(message: Message, path: str) -> Iterator[tuple[str, int]]:
+def _count_repeated(message: Message, path: str) -> Iterator[tuple[str, int]]:
     """The way to each field that repeats and its number of values, before these are walked."""
     for field, value in message.ListFields():
         own = f"{path}.{field.name}"
@@ -83,7 +83,7 @@ def _repeated(message: Message, path: str) -> Iterator[tuple[str, int]]:
         if field.message_type is None or is_map:
             continue
         for part in value if field.is_repeated else (value,):
-            yield from _repeated(part, own)
+            yield from _count_repeated(part, own)
 
 
 def check_bytes(content: bytes) -> None:

@@ -154,7 +154,9 @@ def write_cost(message: types_pb2.StepCost, cost: StepCost) -> None:
 
 def read_cost(message: types_pb2.StepCost) -> StepCost | None:
     """The reported cost; None for impossible values, which would mislead a cost model."""
-    seconds, sequences, tokens = message.seconds, message.sequence_count, message.token_count
+    seconds = message.seconds
+    sequences = message.sequence_count
+    tokens = message.token_count
     # More than an hour is a mistake of the service
     if not 0.0 < seconds < 3600.0 or sequences < 1 or tokens < sequences:
         return None
@@ -172,7 +174,8 @@ def write_distribution(message: types_pb2.Distribution, distribution: SparseDist
 
 def read_distribution(message: types_pb2.Distribution) -> SparseDistribution:
     """The distribution in a message, divided by its sum."""
-    token_ids, probs = message.token_ids[:], message.probabilities[:]
+    token_ids = message.token_ids[:]
+    probs = message.probabilities[:]
     if len(token_ids) != len(probs):
         raise ProtocolError(f"a distribution has {len(probs)} probabilities for {len(token_ids)} ids")
     # Supports are short: Python's own sum over a list is faster than numpy's, which takes microseconds to begin.

@@ -44,7 +44,7 @@ from tandem.wire.converter import Converter, enum_codec
 from tandem.wire.status import Ending, read_ending, write_ending
 
 Request: TypeAlias = DraftOptions | ProposeStep | Finish | Cancel
-"""What a coordinator says of one sequence."""
+"""A part of a coordinator's message, about one sequence."""
 
 Answer: TypeAlias = Proposal | DraftedOutcomes
 """A draft's answer to one sequence."""

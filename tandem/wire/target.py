@@ -54,7 +54,7 @@ from tandem.wire.converter import Converter
 from tandem.wire.status import Ending, read_ending, write_ending
 
 Request: TypeAlias = TargetOptions | VerifyStep | DraftedOutcomes | Finish | Cancel
-"""What a coordinator says of one sequence."""
+"""A part of a coordinator's message, about one sequence."""
 
 _EMPTY_SUPPORT: IntArray = np.empty(0, dtype=np.int64)
 _ADJUSTMENTS: Converter[LogitAdjustments, target_pb2.LogitAdjustments] = Converter(

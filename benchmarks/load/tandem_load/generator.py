@@ -43,7 +43,7 @@ from tandem.progress import Progress
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem_coordinator.cli.serve import SERVICES
 from tandem_load.common import LISTED, Positive, free_port, one_sentence, process, read_options
-from tandem_load.http_server import event_of, first_model, raise_for, reached, words_of
+from tandem_load.http_server import errors_of, event_of, first_model, raise_for, words_of
 
 # ---- arrivals, lengths and figures, named as by `vllm bench serve`
 
@@ -305,7 +305,7 @@ async def http_connection(base: str, model: str, token: str = "") -> AsyncIterat
             body: dict[str, Any] = {name: getattr(request, name) for name in asked}
             body |= {"model": model, "stream": True, "stream_options": {"include_usage": True}}
             usage: int | None = None
-            with reached(url):
+            with errors_of(url):
                 async with client.stream("POST", url, json=body) as response:
                     if not response.is_success:
                         await response.aread()

@@ -25,7 +25,7 @@ from tandem.errors import (
 async def first_model(http: httpx2.AsyncClient, base: str) -> str:
     """Name of the first model that the server at http://HOST:PORT/v1 lists."""
     url = base + "/models"
-    with reached(url, http.timeout.read):
+    with errors_of(url, http.timeout.read):
         answer = await http.get(url)
     raise_for(answer, url)
     try:
@@ -52,7 +52,7 @@ def event_of(line: str) -> dict[str, Any]:
 
 
 @contextmanager
-def reached(url: str, timeout_seconds: float | None = None) -> Iterator[None]:
+def errors_of(url: str, timeout_seconds: float | None = None) -> Iterator[None]:
     """Say in Tandem's errors why a server cannot be reached."""
     try:
         yield

@@ -152,7 +152,8 @@ class FailoverVerifier:
     async def _ask(
         self, place: _Place, completion: Completion, proposal: Proposal, trouble: _Trouble
     ) -> Verification:
-        is_first, asked_at = place.sequence.is_new, time.monotonic()
+        is_first = place.sequence.is_new
+        asked_at = time.monotonic()
         verification = await place.member.unanswered.wait(
             place.sequence.verify(completion.token_ids, proposal, completion.tally.lead),
             place.sequence,

@@ -180,7 +180,7 @@ class StreamedSequence(ABC, Generic[RequestT, AnswerT]):
         self.fail(failure(self._stream.service, ending))
 
     def fail(self, error: TandemError) -> None:
-        """What the service said ends it, or what came instead."""
+        """End it by the service's own error, or by what came instead."""
         self.error = self.error or error
         self.notify()
 

@@ -154,7 +154,7 @@ def _read(content: bytes) -> Iterator[tuple[int, _Answer | Ending | ProtocolErro
     return wire.answers_from_proto(target_pb2.VerifyResponse.FromString(content))
 
 
-def _listed(token_ids: Sequence[int] | None) -> str:
+def _words_of(token_ids: Sequence[int] | None) -> str:
     """Tokens in an error, of which a service may send many."""
     return "nothing" if token_ids is None else f"tokens {list(token_ids[:_SHOWN_TOKENS])}"
 
@@ -392,8 +392,8 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
         proposed = tuple(delta.token_ids[1:])
         if (answer.base_length, answer.proposed) != (base_length, proposed):
             raise ProtocolError(
-                f"target service: it went on behind {answer.base_length} tokens with {_listed(answer.proposed)}; it "
-                f"had said behind {base_length} with {_listed(proposed)}"
+                f"target service: it went on behind {answer.base_length} tokens with {_words_of(answer.proposed)}; it "
+                f"had said behind {base_length} with {_words_of(proposed)}"
             )
         step = VerifyStep(delta, RowKind.TOKEN, len(delta.token_ids), lead=1)
         verification = answer.verification(step)
@@ -424,9 +424,9 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
         known = tuple(delta.token_ids[: len(said.token_ids)])
         if (said.base_length, said.token_ids) != (delta.base_length, known):
             raise ProtocolError(
-                f"target service: it goes on behind {said.base_length} tokens with {_listed(said.token_ids)}; by its "
+                f"target service: it goes on behind {said.base_length} tokens with {_words_of(said.token_ids)}; by its "
                 f"rows, and by what the draft proposes, it may behind {delta.base_length} with "
-                f"{_listed(delta.token_ids)}"
+                f"{_words_of(delta.token_ids)}"
             )
         return said
 

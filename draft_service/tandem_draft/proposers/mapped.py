@@ -50,7 +50,7 @@ class MappedSequence:
         self._length = step.delta.length
         if self.ahead is not None:
             self.ahead.apply(step)
-        committed = self._committed(step)
+        committed = self._commit(step)
         if len(committed.token_ids) > _MANY_TOKENS:
             changed = await asyncio.to_thread(self._transcript.apply, committed)
         else:
@@ -59,21 +59,22 @@ class MappedSequence:
         if not step.is_answered:
             self._draft_ahead(step, step.delta)
             return None
-        proposal = await self._proposed(committed.length, step.token_count)
+        proposal = await self._draft(committed.length, step.token_count)
         if step.ahead is not None:
             self._token_ids += proposal.token_ids
             self._draft_ahead(step, Delta(committed.length, proposal.token_ids))
         return proposal
 
-    def _committed(self, step: ProposeStep) -> Delta:
+    def _commit(self, step: ProposeStep) -> Delta:
         """Apply a step's delta to the target's tokens; that of the transcript, which has no proposal."""
-        delta, tokens, transcript = step.delta, self._token_ids, self._transcript
+        delta = step.delta
+        tokens = self._token_ids
         tokens[delta.base_length :] = delta.token_ids
         length = len(tokens) - (0 if step.is_answered else step.proposed_count)
-        base = min(delta.base_length, transcript.length, length)
+        base = min(delta.base_length, self._transcript.length, length)
         return Delta(base, tuple(tokens[base:length]))
 
-    async def _proposed(self, base_length: int, wanted: int) -> Proposal:
+    async def _draft(self, base_length: int, wanted: int) -> Proposal:
         transcript = self._transcript
         room = self.drafted.room(len(transcript.token_ids))
         if room < 1 or not transcript.token_ids:
@@ -84,7 +85,7 @@ class MappedSequence:
         before = None
         if self.grammar is not None:
             before = self._token_ids[self.drafted.options.prompt_length : base_length]
-        proposal = await self.drafted.proposed(delta, count, base_length, self.mapped.tokens, before)
+        proposal = await self.drafted.draw(delta, count, base_length, self.mapped.tokens, before)
         if self.mapped.tokens is not None:
             return proposal
         written = self.mapped.vocabulary.retokenized(proposal.token_ids)[:wanted]

@@ -46,7 +46,7 @@ class StandaloneSequence:
             if self.ahead is not None:
                 self.ahead.begin(step, step.delta, step.proposed_count)
             return None
-        proposal = await self.proposed(step.delta, step.token_count)
+        proposal = await self.draw(step.delta, step.token_count)
         if self.ahead is not None and step.ahead is not None:
             self.ahead.begin(step, Delta(step.delta.length, proposal.token_ids), len(proposal))
         return proposal
@@ -54,7 +54,7 @@ class StandaloneSequence:
     def room(self, length: int) -> int:
         return self.cached.max_length - length + 1  # the draft does not read the last token
 
-    async def proposed(
+    async def draw(
         self,
         delta: Delta,
         count: int,

@@ -184,7 +184,7 @@ class Server:
             self.budget.sent += 1
             async with self._places:
                 began = time.monotonic()
-                with reached(url, self.http.timeout.read):
+                with errors_of(url, self.http.timeout.read):
                     answer = await self.http.post(url, json=body)
                 self.slowest_seconds = max(self.slowest_seconds, time.monotonic() - began)
             if answer.status_code not in (429, 503) or attempt == 3:
@@ -228,7 +228,7 @@ async def connected(
 async def first_model(http: httpx2.AsyncClient, base: str) -> str:
     """Name of the first model that the server at http://HOST:PORT/v1 lists."""
     url = base + "/models"
-    with reached(url, http.timeout.read):
+    with errors_of(url, http.timeout.read):
         answer = await http.get(url)
     raise_for(answer, url)
     try:
@@ -354,7 +354,7 @@ def _completion(choice: Mapping[str, Any], usage: Mapping[str, Any]) -> Completi
 
 
 @contextmanager
-def reached(url: str, timeout_seconds: float | None = None) -> Iterator[None]:
+def errors_of(url: str, timeout_seconds: float | None = None) -> Iterator[None]:
     """Say in one sentence why a server cannot be reached."""
     try:
         yield

@@ -44,15 +44,15 @@ def main(arguments: Sequence[str] | None = None, program: str = "tandem-audit") 
         code = _app(words, prog_name=program, standalone_mode=False)
     except typer.TyperException as error:
         message = error.format_message()
-        return _failed(f"{message[:1].lower()}{message[1:].rstrip('.')}", error.exit_code)
+        return _fail(f"{message[:1].lower()}{message[1:].rstrip('.')}", error.exit_code)
     except AuditError as error:
-        return _failed(str(error), error.exit_code)
+        return _fail(str(error), error.exit_code)
     except typer.Abort:
         return 1
     return code if isinstance(code, int) else 0
 
 
-def _failed(sentence: str, code: int) -> int:
+def _fail(sentence: str, code: int) -> int:
     sys.stderr.write(f"error: {sentence}\n")
     return code
 

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar, cast
 
+import grpc
 import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tandem.model.types import (
     AheadBudget,
     Cancel,
     Delta,
+    DraftedOutcomes,
     DraftOptions,
     Finish,
+    Grammar,
+    GrammarKind,
     LogitAdjustments,
     ProposeStep,
     RowKind,
@@ -25,9 +32,11 @@ from tandem.model.types import (
     TargetOptions,
     VerifyStep,
 )
-from tandem.v1 import generation_pb2
+from tandem.v1 import admin_pb2, draft_pb2, generation_pb2, target_pb2
 from tandem.wire import draft as draft_wire
 from tandem.wire import target as target_wire
+
+T = TypeVar("T")
 
 _INT32 = st.sampled_from([0, 1, -1, 2, 5, 64, 2047, 2048, 2**31 - 1, -(2**31)])
 _INT64 = st.one_of(_INT32, st.sampled_from([2**63 - 1, -(2**63)]))
@@ -142,38 +151,235 @@ def streams(draw: st.DrawFn, valid: Sequence[Message]) -> list[bytes]:
     ]
 
 
-GENERATE = generation_pb2.GenerateRequest(text="def f(", max_tokens=3, temperature=0.5, seed=1, stop=["\n\n"])
 SAMPLING = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, seed=3)
-DELTA, NEXT_DELTA = Delta(0, [1, 2, 3]), Delta(3, [4, 5])
-DROP = Cancel()
-"""For an unknown sequence; after mutation it may name a known one."""
-DRAFTED = DraftOptions("r", SAMPLING, 40, row_kind=RowKind.SUPPORT, draft_top_k=8, ahead=AheadBudget(4, 2))
+ADJUSTMENTS = LogitAdjustments({3: 1.0}, 2, (4,))
+DELTA = Delta(0, [1, 2, 3])
+NEXT_DELTA = Delta(3, [4, 5])
+LAST_DELTA = Delta(5, [6, 7])
 SUPPORTS = np.array([4, 9]), np.array([5, 8])
-PROPOSE = tuple(
-    draft_wire.requests_to_proto([request])
-    for request in (
-        (1, DRAFTED),
+WITNESS = 1 << 30
+"""The sequence behind all others on a stream: it shows that the stream still serves."""
+UNKNOWN_SEQUENCE = 3
+
+
+def _proposing(*requests: tuple[int, Any]) -> tuple[Message, ...]:
+    return tuple(draft_wire.requests_to_proto([request]) for request in requests)
+
+
+def _verifying(*requests: tuple[int, Any]) -> tuple[Message, ...]:
+    return tuple(target_wire.requests_to_proto([request]) for request in requests)
+
+
+VALID: dict[str, tuple[Message, ...]] = {
+    "Generate": (
+        generation_pb2.GenerateRequest(text="def f(", max_tokens=3, temperature=0.5, seed=1, stop=["\n\n"]),
+    ),
+    "RenderChat": (
+        generation_pb2.RenderChatRequest(
+            messages=[generation_pb2.ChatMessage(role="user", content="What is it?")]
+        ),
+    ),
+    "UpdateConfig": (admin_pb2.UpdateConfigRequest(values={"num_speculative_tokens": "3"}),),
+    "DrainReplica": (admin_pb2.DrainReplicaRequest(address="127.0.0.1:1"),),
+    "ResumeReplica": (admin_pb2.ResumeReplicaRequest(address="127.0.0.1:1"),),
+    "MapVocabulary": (
+        draft_pb2.MapVocabularyRequest(tokenizer_hash="0a", vocabulary_size=64, eos_token_ids=[1]),
+        draft_pb2.MapVocabularyRequest(content=b"{}"),
+    ),
+    "Propose": _proposing(
+        (
+            1,
+            DraftOptions("r", SAMPLING, 40, row_kind=RowKind.SUPPORT, draft_top_k=8, ahead=AheadBudget(4, 2)),
+        ),
+        (2, DraftOptions("s", SAMPLING, 40, grammar=Grammar(GrammarKind.REGEX, "[a-f]+"))),
         (1, ProposeStep(DELTA, 2)),
+        (2, ProposeStep(DELTA, 2)),
         (1, ProposeStep(NEXT_DELTA, 3, AheadBudget(2, 2))),
+        (1, ProposeStep(LAST_DELTA, 0, AheadBudget(2, 2), proposed_count=1)),
         (1, Finish(5)),
-        (2, DROP),
-    )
-)
-VERIFY = tuple(
-    target_wire.requests_to_proto([request])
-    for request in (
-        (1, TargetOptions("r", SAMPLING, 40, prompt_length=3, adjustments=LogitAdjustments({3: 1.0}))),
-        (1, VerifyStep(DELTA, RowKind.TOKEN, 1)),
-        (1, VerifyStep(NEXT_DELTA, RowKind.SUPPORT, 3, SUPPORTS, with_statistics=True)),
+        (UNKNOWN_SEQUENCE, Cancel()),
+    ),
+    "Verify": _verifying(
+        (1, TargetOptions("r", SAMPLING, 40, prompt_length=3, adjustments=ADJUSTMENTS, end_token_ids=(4,))),
+        (2, TargetOptions("s", SAMPLING, 40, grammar=Grammar(GrammarKind.REGEX, "[a-f]+"))),
+        (1, VerifyStep(DELTA, RowKind.TOKEN, 1, serial=1, lead=2)),
+        (1, DraftedOutcomes(3, 0, (4, 6), (0, 0), (4, 5))),
+        (2, VerifyStep(DELTA, RowKind.DENSE, 2, serial=1)),
+        (1, VerifyStep(NEXT_DELTA, RowKind.SUPPORT, 3, SUPPORTS, with_statistics=True, serial=2)),
         (1, Finish(5)),
-        (2, DROP),
-    )
-)
-
-
-CALLS: dict[str, tuple[str, tuple[Message, ...]]] = {
-    "coordinator": ("/tandem.v1.GenerationService/Generate", (GENERATE,)),
-    "draft": ("/tandem.v1.DraftService/Propose", PROPOSE),
-    "target": ("/tandem.v1.TargetService/Verify", VERIFY),
+        (UNKNOWN_SEQUENCE, Cancel()),
+    ),
 }
-"""The main method of each service, and the messages of a valid call."""
+"""The messages of a valid call of each method that takes any."""
+WITNESSES: dict[str, tuple[Message, ...]] = {
+    "Propose": _proposing(
+        (WITNESS, DraftOptions("w", SAMPLING, 40)), (WITNESS, ProposeStep(DELTA, 2)), (WITNESS, Finish(3))
+    ),
+    "Verify": _verifying(
+        (WITNESS, TargetOptions("w", SAMPLING, 40)),
+        (WITNESS, VerifyStep(DELTA, RowKind.TOKEN, 1)),
+        (WITNESS, Finish(3)),
+    ),
+}
+"""Of each method that serves sequences, one that begins when all that is wrong has been sent."""
+
+
+class Call(NamedTuple):
+    """A method, and the messages of a valid call."""
+
+    name: str
+    path: str
+    messages: tuple[Message, ...]
+    is_stream: bool
+    """True if the caller sends a stream of messages."""
+    answer: type[Message]
+
+
+def _calls_of(service: Any) -> tuple[Call, ...]:
+    return tuple(
+        Call(
+            method.name,
+            f"/{service.full_name}/{method.name}",
+            VALID.get(method.name, (GetMessageClass(method.input_type)(),)),
+            method.client_streaming,
+            GetMessageClass(method.output_type),
+        )
+        for method in service.methods
+    )
+
+
+CALLS: dict[str, tuple[Call, ...]] = {
+    "generation": _calls_of(generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]),
+    "admin": _calls_of(admin_pb2.DESCRIPTOR.services_by_name["AdminService"]),
+    "draft": _calls_of(draft_pb2.DESCRIPTOR.services_by_name["DraftService"]),
+    "target": _calls_of(target_pb2.DESCRIPTOR.services_by_name["TargetService"]),
+}
+"""All methods of each service."""
+MAIN_CALLS = {"generation": "Generate", "admin": "UpdateConfig", "draft": "Propose", "target": "Verify"}
+"""The method of each service whose messages say most. Half of the calls are to it."""
+
+
+def main_call(service: str) -> Call:
+    return next(call for call in CALLS[service] if call.name == MAIN_CALLS[service])
+
+
+Attempt = tuple[Call, list[bytes]]
+"""A call with other messages than valid ones."""
+
+
+def attempts(service: str) -> st.SearchStrategy[Attempt]:
+    """Calls with wrong messages."""
+    return st.one_of(st.just(main_call(service)), st.sampled_from(CALLS[service])).flatmap(_attempt)
+
+
+def _attempt(call: Call) -> st.SearchStrategy[Attempt]:
+    single = contents(call.messages[0]).map(lambda content: [content])
+    sent = streams(call.messages) if call.is_stream else single
+    return sent.map(lambda messages: (call, messages))
+
+
+def drawn(strategy: st.SearchStrategy[T], count: int) -> list[T]:
+    """So many examples, the same ones in every run."""
+    found: list[T] = []
+
+    @settings(
+        phases=[Phase.generate],
+        max_examples=count,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy)
+    def keep(example: T) -> None:
+        found.append(example)
+
+    keep()
+    return found
+
+
+CALL_SECONDS = 30.0
+"""Bound on a hang. A step on a busy machine takes a tenth of a second."""
+_ENOUGH = 4
+"""Answers after which a call without sequences is valid, and is cancelled: it may run for long."""
+_REFUSALS = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.FAILED_PRECONDITION,
+}
+_ENDINGS = {code.value[0] for code in (*_REFUSALS, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.OK)}
+"""Codes with which a sequence may end. UNAVAILABLE: a step is asked again of a sequence that is not known."""
+_WORDS_OF_OURS = ("Traceback", "Error:", "site-packages", ".py", "0x")
+"""Words that must not appear in errors for callers."""
+
+
+def send(channel: grpc.Channel, attempt: Attempt) -> int:
+    """Make a call, and return the number of its answers; fail unless it ends properly, or serves."""
+    call, messages = attempt
+    witness = () if _names_later_sequences(call, messages) else WITNESSES.get(call.name, ())
+    has_all_answers = threading.Event()
+
+    def sent() -> Iterator[bytes]:
+        yield from messages
+        yield from (message.SerializeToString() for message in witness)
+        if witness:
+            has_all_answers.wait(CALL_SECONDS)
+
+    kind: Any = channel.stream_stream if call.is_stream else channel.unary_stream
+    running = kind(call.path)(sent() if call.is_stream else messages[0], timeout=CALL_SECONDS)
+    count = 0
+    try:
+        for content in running:
+            count += 1
+            if _is_last(call, content, count, messages):
+                return count
+    except grpc.RpcError:
+        assert running.code() in _REFUSALS, (running.code(), running.details(), call.name, messages)
+        _check_sentence(running.details(), messages)
+    finally:
+        has_all_answers.set()
+        running.cancel()
+    return count
+
+
+def _names_later_sequences(call: Call, messages: Sequence[bytes]) -> bool:
+    """True if no sequence may begin with the witness's number any more, so that only the call's end is checked."""
+    if call.name not in WITNESSES:
+        return False
+    kind = type(call.messages[0])
+    for content in messages:
+        with suppress(DecodeError):  # the service refuses it
+            if any(part.sequence >= WITNESS for part in cast(Any, kind.FromString(content)).parts):
+                return True
+    return False
+
+
+def _is_last(call: Call, content: bytes, count: int, messages: Sequence[bytes]) -> bool:
+    """True when enough was answered to see that the call is served. Checks how sequences end."""
+    if call.name == "WatchStats":
+        return True  # the next answer is as long in coming as the caller wants
+    if call.name not in WITNESSES:
+        return count == _ENOUGH
+    is_last = False
+    for part in cast(Any, call.answer.FromString(content)).parts:
+        if part.HasField("ending"):
+            assert part.ending.code in _ENDINGS, (part, messages)
+            if part.ending.code:
+                _check_sentence(part.ending.message, messages)
+            if part.sequence == WITNESS:
+                assert part.ending.code == 0, (part, messages)
+                is_last = True
+    return is_last
+
+
+def _check_sentence(sentence: str, messages: Sequence[bytes]) -> None:
+    """Fail unless it is one sentence for a caller."""
+    assert sentence, messages
+    assert "\n" not in sentence, (sentence, messages)
+    assert not any(word in sentence for word in _WORDS_OF_OURS), (sentence, messages)
+
+
+def valid(call: Call) -> Attempt:
+    """The call as it should be."""
+    return call, [message.SerializeToString() for message in call.messages]

@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
 from tandem.errors import (
@@ -28,6 +30,7 @@ from tandem.errors import (
 )
 from tandem.rpc.credentials import AUTHORIZATION
 from tandem.serving.protection import Scope, Tokens, authorize, scope_of
+from tandem.telemetry.logs import escape
 from tandem.wire.bounds import check_bytes
 from tandem.wire.status import Ending
 
@@ -318,7 +321,8 @@ def ended_by(error: Exception) -> Ending:
     """
     if isinstance(error, TandemError):
         retry_seconds = error.retry_after_seconds if isinstance(error, CapacityError) else None
-        return Ending(status_code(error), str(error), retry_seconds)
+        # The sentence may quote what a caller sent.
+        return Ending(status_code(error), escape(str(error)), retry_seconds)
     error_id = uuid.uuid4().hex[:12]
     logger.error("unexpected error", exc_info=error, extra={"error_id": error_id})
     return Ending(grpc.StatusCode.INTERNAL, f"internal error {error_id}; the server's log has the details")
@@ -356,7 +360,11 @@ def guarding(calls: RunningCalls, stalled_reader_timeout_seconds: float | None =
     def guarded(handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         inner, read = behaviour_of(handler), handler.request_deserializer or bytes
         # Messages are read within the boundary: of bytes that are none, gRPC would make a Python error, or UNKNOWN.
-        requests_of = partial(_messages if handler.request_streaming else _message, read)
+        if handler.request_streaming:
+            described = descriptor_pool.Default().FindMethodByName(details.method[1:].replace("/", "."))
+            requests_of = partial(_messages, read, described.input_type)
+        else:
+            requests_of = partial(_message, read)
         counted = nullcontext if details.method.startswith(_NOT_COUNTED) else calls.running
 
         async def answer(content: Any, context: Context) -> Any:
@@ -385,10 +393,12 @@ def _message(read: Callable[[bytes], Any], content: bytes) -> Any:
         raise unreadable() from None
 
 
-async def _messages(read: Callable[[bytes], Any], contents: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+async def _messages(
+    read: Callable[[bytes], Any], described: Descriptor, contents: AsyncIterator[bytes]
+) -> AsyncIterator[Any]:
     async for content in contents:
         try:
-            check_bytes(content)
+            check_bytes(content, described)
         except ProtocolError as error:
             raise InvalidRequestError(str(error)) from None
         yield _message(read, content)

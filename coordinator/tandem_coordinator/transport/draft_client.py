@@ -33,7 +33,7 @@ from tandem.model.types import (
 from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceStub
 from tandem.wire import draft as wire
-from tandem.wire.bounds import check_bytes
+from tandem.wire.bounds import read_message
 from tandem.wire.common import COVERAGE, model_info_from_proto, sums_to_one
 from tandem.wire.status import Ending
 from tandem_coordinator.decoding.completion import Completion
@@ -517,8 +517,7 @@ class DraftClient:
         return model_info_from_proto(answer.model_info)
 
     def _read(self, content: bytes) -> Iterator[tuple[int, wire.Answer | Ending | ProtocolError]]:
-        check_bytes(content)
-        message = draft_pb2.ProposeResponse.FromString(content)
+        message = read_message(draft_pb2.ProposeResponse, content)
         self._heard(message)
         return wire.answers_from_proto(message)
 

@@ -41,7 +41,7 @@ from tandem.model.types import (
 from tandem.v1 import target_pb2
 from tandem.v1.target_pb2_grpc import TargetServiceStub
 from tandem.wire import target as wire
-from tandem.wire.bounds import check_bytes
+from tandem.wire.bounds import read_message
 from tandem.wire.common import model_info_from_proto
 from tandem.wire.draft import MAX_TOKENIZER_BYTES
 from tandem.wire.status import Ending
@@ -150,8 +150,7 @@ _NO_REQUEST = RowChoice(resolve(SpeculativeConfig(), _GREEDY), RowKind.TOKEN, 1 
 
 
 def _read(content: bytes) -> Iterator[tuple[int, _Answer | Ending | ProtocolError]]:
-    check_bytes(content)
-    return wire.answers_from_proto(target_pb2.VerifyResponse.FromString(content))
+    return wire.answers_from_proto(read_message(target_pb2.VerifyResponse, content))
 
 
 def _words_of(token_ids: Sequence[int] | None) -> str:

@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tandem.errors import InvalidRequestError
 from tandem.rpc.credentials import Credentials
 from tandem.serving import interceptors
 from tandem.v1 import generation_pb2
@@ -81,6 +82,19 @@ async def test_an_internal_error_has_an_id_and_its_traceback_stays_in_the_log(
     assert "verifier" not in details
     (record,) = (record for record in caplog.records if getattr(record, "error_id", "") == error_id)
     assert record.exc_info is not None
+
+
+async def test_what_an_error_quotes_of_a_request_stays_in_its_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def quoting() -> AsyncIterator[generation_pb2.GenerateResponse]:
+        raise InvalidRequestError("a\n\x1b[31mb\ud800 is not an option")
+        yield
+
+    async with connected(Scripted(quoting), capsys) as (_, channel):
+        call = raw(channel, GENERATE)(b"")
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert await call.details() == r"a\n\u001b[31mb\ud800 is not an option"
 
 
 class Endless:

@@ -170,25 +170,100 @@ def test_no_message_of_ours_is_beyond_the_bounds(
     for number in range(3 * bounds.MAX_PARTS):
         outbox.put(number + 1, part)
     message = write(outbox.take())
-    bounds.check_bytes(message.SerializeToString())
-    assert len(READERS[type(message)](message)) == bounds.MAX_PARTS
+    read = bounds.read_message(type(message), message.SerializeToString())
+    assert len(READERS[type(message)](read)) == bounds.MAX_PARTS
 
 
-def test_a_large_message_of_many_fields_is_refused_unparsed() -> None:
-    many = target_pb2.VerifyResponse()
-    for _ in range(MANY):
-        many.parts.add()
-    with pytest.raises(ProtocolError, match="holds more than 2048 parts"):
-        bounds.check_bytes(many.SerializeToString())
-    tensor = types_pb2.Tensor(data_type=types_pb2.DATA_TYPE_FLOAT32, shape=[1, MANY], data=bytes(4 * MANY))
+def part_of_fields(path: tuple[str, ...], described: Any) -> bytes:
+    """Bytes of a message with empty fields, too many and however deep, at this way; more than a megabyte."""
+    content = b""
+    for name in reversed(path):
+        *_, field = [field for field in chain_of(path, described) if field.name == name]
+        prefix = encoded(field.number << 3 | 2)
+        content = prefix + encoded(len(content)) + content if content else (prefix + b"\0") * MANY_FIELDS
+    return content
+
+
+def chain_of(path: tuple[str, ...], described: Any) -> Iterator[Any]:
+    """The fields on a way."""
+    for name in path:
+        field = described.fields_by_name[name]
+        described = field.message_type
+        yield field
+
+
+def encoded(value: int) -> bytes:
+    """A number in protobuf's form."""
+    content = b""
+    while value > 127:
+        content += bytes([value & 127 | 128])
+        value >>= 7
+    return content + bytes([value])
+
+
+MANY_FIELDS = bounds.WALKED_BYTES // 2 + 1
+STREAMED = (
+    target_pb2.VerifyRequest,
+    target_pb2.VerifyResponse,
+    draft_pb2.ProposeRequest,
+    draft_pb2.ProposeResponse,
+)
+OF_MESSAGES = [
+    (kind, path)
+    for kind in STREAMED
+    for path in repeated(kind.DESCRIPTOR)
+    if list(chain_of(path, kind.DESCRIPTOR))[-1].message_type is not None
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"), OF_MESSAGES, ids=[f"{kind.__name__}.{'.'.join(path)}" for kind, path in OF_MESSAGES]
+)
+def test_a_large_message_of_many_fields_is_refused_unparsed(
+    kind: type[Message], path: tuple[str, ...]
+) -> None:
+    content = part_of_fields(path, kind.DESCRIPTOR)
+    kind.FromString(content)  # it is a message
+    with pytest.raises(
+        ProtocolError, match=f"of {len(content)} bytes holds more than {bounds.MAX_FIELDS} fields"
+    ):
+        bounds.read_message(kind, content)
+
+
+def test_fields_behind_unknown_ones_are_counted() -> None:
+    many = part_of_fields(("parts",), target_pb2.VerifyResponse.DESCRIPTOR)
+    group = encoded(99 << 3 | 3) + encoded(99 << 3 | 4)
+    scalars = encoded(100 << 3) + b"\1" + encoded(101 << 3 | 1) + bytes(8) + encoded(102 << 3 | 5) + bytes(4)
+    target_pb2.VerifyResponse.FromString(group + scalars)
+    with pytest.raises(ProtocolError, match="fields"):
+        bounds.read_message(target_pb2.VerifyResponse, group + scalars + many)
+
+
+def test_fields_before_an_error_are_counted() -> None:
+    """The parser would make objects of them before it came to the error."""
+    many = part_of_fields(
+        ("parts", "verification", "support_rows", "rows"), target_pb2.VerifyResponse.DESCRIPTOR
+    )
+    for error in (b"\0", b"\7", b"\x0a\x7f"):
+        with pytest.raises(ProtocolError, match="fields"):
+            bounds.read_message(target_pb2.VerifyResponse, many + error)
+
+
+def test_a_large_message_of_numbers_is_read() -> None:
+    tensor = types_pb2.Tensor(data_type=types_pb2.DATA_TYPE_FLOAT32, shape=[1, MANY_FIELDS])
+    tensor.data = b"\x0a\0" * 2 * MANY_FIELDS
     whole = target_pb2.VerifyResponse()
     whole.parts.add(sequence=1).verification.dense_rows.CopyFrom(tensor)
-    bounds.check_bytes(whole.SerializeToString())
+    assert bounds.read_message(target_pb2.VerifyResponse, whole.SerializeToString()) == whole
+    prompt = target_pb2.VerifyRequest()
+    prompt.parts.add(sequence=1).step.committed.token_ids.extend([5] * bounds.MAX_DELTA_IDS)
+    assert bounds.read_message(target_pb2.VerifyRequest, prompt.SerializeToString()) == prompt
 
 
 @given(st.binary(max_size=64))
 def test_bytes_of_any_kind_are_left_to_the_parser(content: bytes) -> None:
-    padding = b"\x0a" + b"\x80\x80\x04" + bytes(1 << 16)
-    bounds.check_bytes(content)
-    bounds.check_bytes(content[:8] + padding)
-    bounds.check_bytes(padding + content)
+    described = target_pb2.VerifyResponse.DESCRIPTOR
+    padding = b"\xc2\x3e\x80\x80\x40" + bytes(bounds.WALKED_BYTES)
+    bounds.check_bytes(content, described)
+    bounds.check_bytes(content[:8] + padding, described)
+    bounds.check_bytes(padding + content, described)

@@ -6,6 +6,7 @@ All else of the coordinator is its own, and may change without a word.
 
 from __future__ import annotations
 
+from tandem_coordinator.controller import DraftAhead, Unfinished, tokens_after_hit
 from tandem_coordinator.failover.placement import DraftPlacement, OpenSequence
 from tandem_coordinator.replicas.compatibility import MODEL_RULES, Deployment, needs_mapping
 from tandem_coordinator.replicas.pool import Member, Pool
@@ -15,7 +16,6 @@ from tandem_coordinator.settings.coordinator import (
     SharingOptions,
     encryption_rule,
 )
-from tandem_coordinator.speculation.ahead import DraftAhead, Unfinished, tokens_after_hit
 from tandem_coordinator.stats.speculation import MovingAverage
 from tandem_coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence
 

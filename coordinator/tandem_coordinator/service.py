@@ -28,6 +28,7 @@ from tandem_coordinator.requests.runner import RequestRunner
 from tandem_coordinator.servicer import GenerationServicer, admitted
 from tandem_coordinator.settings.coordinator import CoordinatorSettings
 from tandem_coordinator.settings.live import LiveConfig
+from tandem_coordinator.speculation_report import describe_decisions
 from tandem_coordinator.telemetry.observer import Observer, State
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class CoordinatorService(Service):
             completions.stats.snapshot()[1],
             completions.stats.last_minute(),
             self.replicas.snapshots(),
-            [*completions.speculation.decisions()],
+            [*describe_decisions(completions.speculation)],
         )
 
     def _start_http(self) -> None:

@@ -18,7 +18,7 @@ from tandem.config.layers import Origin
 from tandem.errors import InvalidRequestError, ServiceUnavailableError
 from tandem.model.speculation_state import SpeculationState
 from tandem.model.types import GenerationRequest
-from tandem_coordinator.speculation import report
+from tandem_coordinator import speculation_report as report
 from tests.service.clients import complete
 from tests.service.fakes import Fake, FakeDraft, FakeTarget, fleet, paced
 from tests.service.test_draft_loss import useless

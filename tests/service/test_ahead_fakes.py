@@ -12,7 +12,7 @@ import pytest
 
 from tandem.clients.client import Completed
 from tandem.model.types import DraftedOutcomes, GenerationRequest, Proposal, ProposeStep, StepCost
-from tandem_coordinator.speculation.controller import RequestSpeculation
+from tandem_coordinator.controller import RequestController
 from tandem_draft.servicer import DraftedFor
 from tests.service.clients import complete, until
 from tests.service.fakes import FakeDraft, fleet, paced
@@ -122,7 +122,7 @@ async def test_a_draft_that_never_has_an_outcome_ready_is_asked_every_second_rou
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However long its answers seem to take: what the wait costs was measured beside other work of the draft."""
-    monkeypatch.setattr(RequestSpeculation, "tokens_after_miss", lambda *_: 0)
+    monkeypatch.setattr(RequestController, "tokens_after_miss", lambda *_: 0)
     draft = ViolatingDraft(lambda *_: iter(()))  # it knows budgets, and never gets to use them
     done = await completed(draft)
     assert done.token_ids == EXPECTED
@@ -134,7 +134,7 @@ async def test_a_draft_that_never_has_an_outcome_ready_is_asked_every_second_rou
 
 async def test_a_round_waits_for_the_last_token_of_a_continuation(monkeypatch: pytest.MonkeyPatch) -> None:
     """One step of the draft ends before the verification, and the other one soon after it."""
-    monkeypatch.setattr(RequestSpeculation, "tokens_after_miss", lambda _, count: count)
+    monkeypatch.setattr(RequestController, "tokens_after_miss", lambda _, count: count)
     draft = StepwiseDraft()
     done = await completed(draft, step_seconds=1.6 * STEP_SECONDS)
     assert done.token_ids == EXPECTED

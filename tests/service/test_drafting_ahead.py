@@ -17,7 +17,7 @@ from tandem.clients.client import Completed
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.model.types import Finish, GenerationRequest, Proposal, ProposeStep
 from tandem.wire.draft import Answer
-from tandem_coordinator.speculation.ahead import DraftAhead
+from tandem_coordinator.controller import DraftAhead
 from tandem_draft.servicer import DraftedFor, DraftServicer
 from tests.end_to_end.chi_square import assert_drawn_from
 from tests.end_to_end.models import blurred, exact, save_model, six_tokens

@@ -31,8 +31,7 @@ from tandem.telemetry.service import ObservedService
 from tandem.telemetry.settings import TelemetryOptions
 from tandem.v1 import generation_pb2_grpc
 from tandem.wire.generation import chunk_from_proto, request_to_proto
-from tandem_coordinator.speculation.ahead import DraftAhead
-from tandem_coordinator.speculation.controller import RequestSpeculation
+from tandem_coordinator.controller import DraftAhead, RequestController
 from tandem_coordinator.telemetry.observed import ObservedRequests
 from tandem_draft.servicer import DraftServicer
 from tandem_target.servicer import TargetServicer
@@ -278,7 +277,7 @@ UNSAMPLED = f"00-{TRACE}-00f067aa0ba902b7-00"
 
 async def test_spans_report_speculation_steps_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     # The draft drafts nothing ahead, and whether it is asked instead is a matter of measured times.
-    monkeypatch.setattr(RequestSpeculation, "tokens_after_miss", lambda _, count: count)
+    monkeypatch.setattr(RequestController, "tokens_after_miss", lambda _, count: count)
     async with observed_cluster(FakeTarget(), FakeDraft(wrong_after_twelve), draft_ahead=4) as cluster:
         await cluster.complete(replace(REQUEST, top_k=3), SAMPLED)
         await all_ended(cluster, 8)

@@ -21,7 +21,7 @@ from tandem_coordinator.replicas.registry import ReplicaRegistry
 from tandem_coordinator.requests.plan import names_auto
 from tandem_coordinator.requests.runner import ActiveRequest, RequestRunner
 from tandem_coordinator.settings.live import LiveConfig
-from tandem_coordinator.speculation.report import of_coordinator
+from tandem_coordinator.speculation_report import describe_decisions, of_coordinator
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Administration:
                 num_speculative_tokens=settings.num_speculative_tokens,
                 latest=completions.speculation_state,
             ),
-            decisions=tuple(completions.speculation.decisions()),
+            decisions=tuple(describe_decisions(completions.speculation)),
         )
 
     async def request(self, request_id: str) -> admin.RequestReport:

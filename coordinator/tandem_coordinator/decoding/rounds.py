@@ -100,9 +100,11 @@ class RequestRounds:
         self.proposing.add(seconds)
         self._drafting = cost or StepCost(seconds, self.load, 0)
 
-    def drafted_ahead(self, proposal: Proposal | None) -> None:
-        """The proposal of the round in progress was to be drafted ahead; None: another outcome came."""
+    def drafted_ahead(self, proposal: Proposal | None, branch_step: StepCost | None = None) -> None:
+        """The proposal of the round in progress was to be drafted ahead; None: another outcome came. With it, the
+        draft's last step for all outcomes."""
         self.round.awaited_outcome = True
+        self.round.branch_step = branch_step
         self.round.outcome_rank = None if proposal is None else proposal.outcome_rank
 
     def end_round(self, seconds: float) -> RoundCost | None:

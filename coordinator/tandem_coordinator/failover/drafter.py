@@ -12,14 +12,13 @@ from tandem.model.replica import ReplicaState
 from tandem.model.speculation_state import SpeculationState
 from tandem.model.types import MAX_AHEAD_TOKENS, DraftOptions, Proposal
 from tandem.scopes import RequestScopes
+from tandem_coordinator import speculation_report
+from tandem_coordinator.controller import RequestController, Unfinished
 from tandem_coordinator.decoding.completion import Completion
 from tandem_coordinator.decoding.rounds import RequestRounds
 from tandem_coordinator.failover.placement import DraftPlacement
 from tandem_coordinator.failover.verifier import FailoverVerifier
 from tandem_coordinator.replicas.pool import Member, Pool
-from tandem_coordinator.speculation import report as speculation_report
-from tandem_coordinator.speculation.ahead import Unfinished
-from tandem_coordinator.speculation.controller import RequestSpeculation
 from tandem_coordinator.stats.rounds import RoundResult
 from tandem_coordinator.telemetry.observer import EventValue, RequestObserver
 from tandem_coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence
@@ -41,7 +40,7 @@ class FailoverDrafter:
     _limits: DraftLimits
     _rounds: RequestRounds
     _observer: RequestObserver
-    _speculation: RequestSpeculation
+    _controller: RequestController
     _load: Callable[[], int]
     _lead: int = 0
     """How many rounds the target may begin by itself."""
@@ -84,7 +83,6 @@ class FailoverDrafter:
                 self._leave()
             elif count <= 0:
                 self._leave_if_draining()
-                self._watch(completion)
             elif (sequence := self._sequence_to_ask(completion)) is not None:
                 proposal = await self._asked(sequence, completion, count, forced)
         except TandemError as error:
@@ -102,7 +100,7 @@ class FailoverDrafter:
         """Propose what the grammar forces; a draft that works ahead does so behind it."""
         current = self._placement.current
         if current is not None and current.sequence.outcomes.awaits(completion.token_ids):
-            current.sequence.go_on(completion, forced, self._speculation.ahead_budget)
+            current.sequence.go_on(completion, forced, self._controller.plan.ahead_budget)
         return forced
 
     @property
@@ -114,10 +112,10 @@ class FailoverDrafter:
             return speculation_report.off(speculation_report.NONE_READY)
         if current is not None and current.sequence.is_late:
             return speculation_report.late(current.sequence.late_seconds, self._rounds.patience_seconds)
-        return speculation_report.decided(self._speculation)
+        return speculation_report.decided(self._controller)
 
     def end_round(self, result: RoundResult) -> None:
-        self._speculation.end_round(result)
+        self._controller.end_round(result)
 
     async def finish(self) -> None:
         await self._placement.finish()
@@ -129,32 +127,21 @@ class FailoverDrafter:
 
     def cancel(self) -> None:
         self._leave()
-        self._speculation.end()
 
     def _leave(self) -> None:
         self._placement.leave()
         self._rounds.draft_address = None
 
     def _begin_round(self) -> int:
-        speculation, load = self._speculation, max(self._load(), 1)
+        controller, load = self._controller, max(self._load(), 1)
         self._rounds.load = load
         self._placement.target_address = self._rounds.target_address
-        speculation.target = self._rounds.target_address or speculation.target
-        tokens = speculation.begin_round(load)
+        tokens = controller.begin_round(load, self._rounds.target_address).tokens
         is_paused = not tokens
         if is_paused and not self._is_paused and (address := self._placement.address):
-            self._report("draft_paused", address, {"load": load, "gain": speculation.gain})
+            self._report("draft_paused", address, {"load": load, "gain": controller.gain})
         self._is_paused = is_paused
         return tokens
-
-    def _watch(self, completion: Completion) -> None:
-        """Compare what the draft would have proposed with what comes, where the controller wants to know."""
-        count = min(self._speculation.watched_tokens, completion.room - 1)
-        if count <= 0 or (sequence := self._sequence_to_ask(completion)) is None:
-            return
-        if not self._placement.must_read(completion):
-            for proposed, came in sequence.watch(completion, count):
-                self._speculation.came(proposed, came)
 
     def _leave_if_draining(self) -> None:
         """Leave a draining draft in rounds without a proposal; other drafts keep the sequence that they have read."""
@@ -187,7 +174,7 @@ class FailoverDrafter:
     async def _asked(
         self, sequence: DraftSequence, completion: Completion, count: int, forced: Proposal | None
     ) -> Proposal | None:
-        budget, wanted = self._speculation.ahead_budget, count
+        budget, wanted = self._controller.plan.ahead_budget, count
         begun = None if self._target is None else self._target.begun_proposed
         is_miss = sequence.outcomes.awaits(completion.token_ids)
         if begun == 0 and not is_miss:
@@ -206,7 +193,7 @@ class FailoverDrafter:
             if begun is not None:
                 count = 0
             elif not (self._limits.keeps_proposals or self._went_alone):
-                count = self._speculation.tokens_after_miss(count)
+                count = self._controller.tokens_after_miss(count)
             self._went_alone = count == 0
             if count == 0:
                 # The target goes on alone, or with forced tokens, and the draft works ahead of that.
@@ -224,8 +211,7 @@ class FailoverDrafter:
         """Let the target begin the next rounds by itself, if the draft makes their proposals ahead."""
         if self._target is None or not self._lead or not sequence.outcomes.is_granted:
             return proposal
-        speculation = self._speculation
-        may_go_alone = not self._went_alone and speculation.tokens_after_miss(count) == 0
+        may_go_alone = not self._went_alone and self._controller.tokens_after_miss(count) == 0
         # With a whole proposal or not unasked: in the time that a question takes, a late draft makes more than a round
         # gains that begins early with less.
         fewest = min(count, MAX_AHEAD_TOKENS)
@@ -237,9 +223,7 @@ class FailoverDrafter:
         """The proposal of so many tokens with which the target has begun this round; None where it has begun alone."""
         drafted = await sequence.drafted_ahead(completion)
         drafted = None if drafted is None or not count else drafted.cut(count)
-        rank = drafted.outcome_rank if drafted else None
-        self._speculation.outcome_came(rank, sequence.outcomes.step_cost)
-        self._rounds.drafted_ahead(drafted)
+        self._rounds.drafted_ahead(drafted, sequence.outcomes.step_cost)
         return drafted
 
     async def _requested(
@@ -247,7 +231,7 @@ class FailoverDrafter:
     ) -> Proposal | None:
         was_late, began = sequence.is_late, time.monotonic()
         proposal, step_seconds = await self._placement.asked(
-            completion, count, self._rounds.patience_seconds, self._speculation.ahead_budget
+            completion, count, self._rounds.patience_seconds, self._controller.plan.ahead_budget
         )
         if proposal is None:
             if not was_late:
@@ -258,8 +242,6 @@ class FailoverDrafter:
             return None
         if step_seconds is not None:
             self._rounds.drafted(step_seconds, proposal.cost)
-            if is_miss:
-                self._speculation.asked_after_miss(len(proposal), step_seconds)
         self._proposed()
         return proposal
 
@@ -273,11 +255,9 @@ class FailoverDrafter:
             if keeps_proposals:
                 # A shorter one is of no use, and to ask anew takes longer than to wait for the rest.
                 return count if count <= unfinished.max_tokens else unfinished.ready
-            return self._speculation.tokens_after_hit(unfinished, count)
+            return self._controller.tokens_after_hit(unfinished, count)
 
         drafted = await sequence.drafted_ahead(completion, wanted)
-        rank = drafted.outcome_rank if drafted else None
-        self._speculation.outcome_came(rank, sequence.outcomes.step_cost)
         if drafted is not None and keeps_proposals and len(drafted) < count:
             drafted = None  # how far the draft got is a matter of time, and the text must not be
         self._rounds.drafted_ahead(drafted)

@@ -32,6 +32,7 @@ from tandem.model.types import (
     VocabularyMapping,
 )
 from tandem.scopes import RequestScopes
+from tandem_coordinator.controller import DraftAhead
 from tandem_coordinator.decoding.completion import (
     Completion,
     Detokenizer,
@@ -44,7 +45,6 @@ from tandem_coordinator.decoding.tokenization import PromptEncoder
 from tandem_coordinator.requests import validation
 from tandem_coordinator.requests.grammars import CheckedGrammars
 from tandem_coordinator.settings.coordinator import CoordinatorSettings, RequestBounds
-from tandem_coordinator.speculation.ahead import DraftAhead
 from tandem_coordinator.telemetry.observer import EventValue
 
 _SYNTHETIC = "synthetic"
@@ -359,7 +359,7 @@ def _auto_rule(settings: CoordinatorSettings, request: GenerationRequest, choose
 def can_draft_ahead(rule: AcceptanceRule, draft: ModelInfo | None) -> bool:
     """True if the draft has a model, and can tell which outcomes are likely. One that is bound to its target needs what
     the verification computes."""
-    if draft is None or not draft.has_model or draft.drafting_method:
+    if draft is None or not draft.drafts_ahead or draft.drafting_method:
         return False
     strategy = rule.strategy
     return strategy.draft_row_kind in (RowKind.TOKEN, RowKind.SUPPORT) and not strategy.needs_token_logits

@@ -20,6 +20,8 @@ from tandem.model.types import Chunk, GenerationRequest, TokenLogprobs
 from tandem.plural import plural
 from tandem.rpc.channels import Deadline
 from tandem.scopes import CallerScopes, kinds_of
+from tandem_coordinator import speculation_report
+from tandem_coordinator.controller import SpeculationController, Terms, request_kind
 from tandem_coordinator.decoding.completion import Completion
 from tandem_coordinator.decoding.logprobs import TokenRecorder, prompt_logprobs
 from tandem_coordinator.decoding.loop import generate
@@ -33,10 +35,6 @@ from tandem_coordinator.requests.plan import Models, Plan, make_plan
 from tandem_coordinator.requests.validation import BoundedRequest
 from tandem_coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, CoordinatorSettings
 from tandem_coordinator.settings.live import LiveConfig
-from tandem_coordinator.speculation import report as speculation_report
-from tandem_coordinator.speculation.ahead import max_budget
-from tandem_coordinator.speculation.controller import RequestSpeculation, SpeculationController, Terms
-from tandem_coordinator.speculation.gains import request_kind
 from tandem_coordinator.stats.rounds import record_outcome
 from tandem_coordinator.stats.speculation import StatsLog, TokenCounter
 from tandem_coordinator.telemetry.observer import Observer, RequestObserver
@@ -179,22 +177,21 @@ class RequestRunner:
         terms = Terms(
             kind, plan.num_speculative_tokens, plan.is_adaptive, plan.draft_ahead, leads=plan.lead > 0
         )
-        speculation = RequestSpeculation(controller, terms)
         # The request has no target yet: begin with the cost model of the one that it is likely to get.
         target, draft = replicas.targets.choose(), replicas.drafts.choose()
         if target is not None:
-            speculation.target = target.address
             controller.introduce(target.address, target.model, target.round_trip.value)
         if draft is not None:
             controller.introduce(draft_name, draft.model, draft.round_trip.value)
+        decided = controller.request(terms, "" if target is None else target.address)
         observer.decision = lambda: {
-            "tandem.decision.tokens": speculation.tokens,
-            "tandem.decision.load": speculation.load,
-            "tandem.decision.predicted_gain": round(speculation.gain, 3),
+            "tandem.decision.tokens": decided.plan.tokens,
+            "tandem.decision.load": decided.load,
+            "tandem.decision.predicted_gain": round(decided.gain, 3),
         }
         return FailoverDrafter(
             replicas.drafts,
-            plan.draft_options(max_budget(plan.draft_ahead, plan.num_speculative_tokens), client),
+            plan.draft_options(terms.max_budget, client),
             plan.scopes,
             DraftLimits(
                 plan.num_speculative_tokens,
@@ -204,7 +201,7 @@ class RequestRunner:
             ),
             rounds,
             observer,
-            speculation,
+            decided,
             lambda: self._load(rounds.target_address),
             plan.lead,
             verifier if plan.can_lead_with_proposals else None,

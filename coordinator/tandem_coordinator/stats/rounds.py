@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from tandem.model.types import AheadStats, LeadStats, PositionStats, SpeculationStats
+from tandem.model.types import AheadStats, LeadStats, PositionStats, SpeculationStats, StepCost
 
 PHASES = ("wait", "draft", "verify", "sampling")
 """Parts of a round. It waits for detokenization, the client that reads, and the event loop's other work."""
@@ -62,22 +62,16 @@ class RoundCost:
     was_led: bool = False
     """True if the target began the round by itself, so that the way to it took no time."""
 
-    def is_of_all(self, load: int) -> bool:
-        """True if the target's step was of all sequences of the load, but for one in ten that begins or ends."""
-        return self.verify_sequences >= 0.9 * load
+    def is_typical(self, load: int, tokens: int) -> bool:
+        """True if the round took what rounds take in which each of `load` sequences proposes so many tokens.
 
-    def is_uniform(self, load: int) -> bool:
-        """True if all sequences of the target's step had as many tokens as this one.
-
-        Only then does the round take the time of rounds in which every request proposes as much. Where one request
-        tries another length, or reads its prompt, the others wait for it. The target alone works on all of `load` at
-        once, and on fewer where others draft.
+        Where another sequence proposes more, or reads its prompt, all wait for it. The target alone works on all
+        sequences at once, and not on those that a draft works for.
         """
-        alike = self.verify_sequences * (self.proposed + 1)
-        if not self.proposed and not self.is_of_all(load):
-            return False
-        # Near its end a request proposes fewer
-        return abs(self.verify_tokens - alike) <= 0.05 * alike
+        # One in ten begins or ends.
+        is_of_all = self.verify_sequences >= 0.9 * load
+        is_not_longer = self.verify_tokens <= 1.05 * self.verify_sequences * (tokens + 1)
+        return not self.was_late and is_not_longer and (tokens > 0 or is_of_all)
 
 
 _NOT_TIMED = RoundTimes(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -106,6 +100,8 @@ class RoundResult:
     """True if the draft was to draft ahead of the round."""
     outcome_rank: int | None = None
     """Place, from 0 on, of the outcome that came; None if it was not drafted for."""
+    branch_step: StepCost | None = None
+    """The draft's last step for that outcome and the others that it drafted for; None where it does not say."""
     saved_seconds: float = 0.0
     """Usual time to wait for a proposal, which this round did not have to; 0 unless its outcome was drafted for."""
     was_late: bool = False

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import statistics
 import time
+from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields
 from itertools import zip_longest
 from typing import Any
@@ -33,18 +33,25 @@ class MovingAverage:
 
 
 class MovingMedian:
-    """The median of the last few measurements, which one slow one does not move."""
+    """The median of the last few measurements, which one slow one does not move; of an even number the lower one."""
 
-    def __init__(self) -> None:
-        self._last: deque[float] = deque(maxlen=9)
+    def __init__(self, count: int = 9, first: Sequence[float] = ()) -> None:
+        self._count = count
+        self._last = deque(first)
+        self._ordered = sorted(first)
 
     @property
     def value(self) -> float | None:
         """None before the first measurement."""
-        return statistics.median(self._last) if self._last else None
+        ordered = self._ordered
+        return ordered[(len(ordered) - 1) // 2] if ordered else None
 
     def add(self, measured: float) -> None:
+        if len(self._last) == self._count:
+            oldest = self._last.popleft()
+            del self._ordered[bisect_left(self._ordered, oldest)]
         self._last.append(measured)
+        insort(self._ordered, measured)
 
 
 class TokenCounter:

@@ -36,8 +36,8 @@ from tandem.wire import draft as wire
 from tandem.wire.bounds import read_message
 from tandem.wire.common import COVERAGE, model_info_from_proto, sums_to_one
 from tandem.wire.status import Ending
+from tandem_coordinator.controller import Unfinished
 from tandem_coordinator.decoding.completion import Completion
-from tandem_coordinator.speculation.ahead import Unfinished
 from tandem_coordinator.stats.rounds import RoundResult
 from tandem_coordinator.stats.speculation import MovingAverage
 from tandem_coordinator.telemetry.observer import StreamObserver

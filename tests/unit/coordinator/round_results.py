@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tandem.model.types import StepCost
 from tandem_coordinator.stats.rounds import RoundCost, RoundResult
 
 
@@ -14,6 +15,7 @@ def round_result(
     target: str | None = None,
     awaited: bool = False,
     rank: int | None = None,
+    branch_step: StepCost | None = None,
     saved: float = 0.0,
 ) -> RoundResult:
     """A round that committed one token more than it accepted."""
@@ -27,5 +29,6 @@ def round_result(
         target_address=target,
         awaited_outcome=awaited,
         outcome_rank=rank,
+        branch_step=branch_step,
         saved_seconds=saved,
     )

@@ -1,17 +1,18 @@
 """The state of speculation: whether it works, and if not, why.
 
-All other modules know only `SpeculationState`, which is filled here from the controller's decisions.
+All other modules know only `SpeculationState` and `SpeculationDecision`, which are filled here from the controller's
+decisions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role
-from tandem.model.speculation_state import DecidingFigure, SpeculationState
+from tandem.model.speculation_state import DecidingFigure, SpeculationDecision, SpeculationState
 from tandem.model.types import SpeculationStats
-from tandem_coordinator.speculation.controller import RequestSpeculation
+from tandem_coordinator.controller import ALONE, LoadDecision, Mode, RequestController, SpeculationController
 
 DISABLED = "switched off (tandem admin config set speculation true)"
 STARTING = "the coordinator is starting"
@@ -38,20 +39,54 @@ def on(num_speculative_tokens: int) -> SpeculationState:
     return SpeculationState(is_on=True, num_speculative_tokens=num_speculative_tokens)
 
 
-def decided(speculation: RequestSpeculation) -> SpeculationState:
+def decided(request: RequestController) -> SpeculationState:
     """State of speculation as the controller decided it for a request and others like it."""
-    choice = speculation.choice
-    if choice is None or not speculation.terms.is_adaptive:
-        return on(speculation.terms.max_tokens)
-    if choice.plan.tokens:
-        return on(choice.plan.tokens)
-    speeds = choice.tokens_per_second
-    with_draft, alone = (
-        DecidingFigure(name, round(speed, 1), "tokens/s")
-        for name, speed in (("with", speeds[choice.compared.tokens]), ("without", speeds[0]))
+    decision = request.decision
+    if decision is None or not request.terms.is_adaptive:
+        return on(request.terms.max_tokens)
+    if decision.plan.tokens:
+        return on(decision.plan.tokens)
+    speed_with = round(decision.predict_speed(decision.compared), 1)
+    speed_without = round(decision.predict_speed(ALONE), 1)
+    return off(
+        DOES_NOT_PAY if speed_with < speed_without else GAINS_TOO_LITTLE,
+        DecidingFigure("with", speed_with, "tokens/s"),
+        DecidingFigure("without", speed_without, "tokens/s"),
     )
-    reason = DOES_NOT_PAY if with_draft.value < alone.value else GAINS_TOO_LITTLE
-    return off(reason, with_draft, alone)
+
+
+def describe_decisions(controller: SpeculationController) -> Iterator[SpeculationDecision]:
+    """Decisions for each target, kind and load seen so far."""
+    for (target, _, _), decision in controller.decisions.items():
+        yield _describe(target, decision)
+
+
+def _describe(target: str, decision: LoadDecision) -> SpeculationDecision:
+    load = decision.load
+    terms = decision.terms
+    steps = decision.steps
+    compared = decision.compared
+    asked_ratio = decision.costs.ratio(Mode.ASKED, load)
+    alone_ratio = decision.costs.ratio(Mode.ALONE, load)
+    is_known = decision.is_known
+    return SpeculationDecision(
+        target=target,
+        draft=terms.kind.draft,
+        rule=terms.kind.rule,
+        temperatures=terms.kind.temperatures,
+        load=load,
+        num_speculative_tokens=decision.plan.tokens,
+        best_draft_length=compared.tokens if is_known else 0,
+        gain=decision.gain,
+        predicted_seconds=decision.predicted_seconds,
+        measured_seconds=decision.measured_seconds,
+        round_seconds=tuple(decision.seconds[compared.outcomes]) if is_known else (),
+        acceptance_rates=tuple(decision.gains.acceptance.rates(terms.max_tokens)) if is_known else (),
+        draft_step_seconds=asked_ratio * steps.draft,
+        message_seconds=asked_ratio * (steps.target_question + steps.draft_question),
+        ahead_outcomes=decision.plan.outcomes,
+        alone_message_seconds=0.0 if steps.leads else alone_ratio * steps.target_question,
+    )
 
 
 def late(late_seconds: float, patience_seconds: float) -> SpeculationState:

@@ -12,13 +12,15 @@ from statistics import fmean, median
 import pytest
 
 from tandem.model.types import ModelInfo, StepCost, StepProfile
-from tandem_coordinator.speculation.controller import (
-    TURN_SHARE,
-    RequestSpeculation,
+from tandem_coordinator.controller import (
+    TRIAL_SHARE,
+    RequestController,
+    RoundPlan,
     SpeculationController,
     Terms,
+    expected_tokens,
+    request_kind,
 )
-from tandem_coordinator.speculation.gains import expected_tokens, request_kind
 from tandem_coordinator.stats.rounds import RoundCost, RoundResult
 from tests.unit.coordinator.round_results import round_result
 
@@ -106,17 +108,14 @@ class Oracle:
 
     best_tokens: Callable[[int], int]
 
-    def begin_round(self, load: int) -> int:
-        return self.best_tokens(load)
+    def begin_round(self, load: int) -> RoundPlan:
+        return RoundPlan(self.best_tokens(load))
 
     def end_round(self, result: RoundResult) -> None:
         """Nothing to learn."""
 
-    def end(self) -> None:
-        """Nothing to end."""
 
-
-Speculation = RequestSpeculation | Oracle
+Speculation = RequestController | Oracle
 
 
 @dataclass
@@ -144,8 +143,6 @@ class Cluster:
 
     def run(self, load: int, steps: int) -> tuple[int, float]:
         """Run this many steps, and return their tokens and seconds."""
-        for request in self.requests[load:]:
-            request.speculation.end()
         del self.requests[load:]
         made, passed = 0, 0.0
         for _ in range(steps):
@@ -164,7 +161,7 @@ class Cluster:
     def _step(self, load: int) -> tuple[int, float]:
         """One round of every request."""
         profile, requests = self.profile, self.requests
-        counts = [request.speculation.begin_round(load) for request in requests]
+        counts = [request.speculation.begin_round(load).tokens for request in requests]
         # The draft reads the prompt in the first round, and proposes nothing.
         proposed = [
             0 if request.is_first else min(count, request.tokens_left - 1)
@@ -186,8 +183,6 @@ class Cluster:
             request.is_first = False
             request.tokens_left -= accepted + 1
             made += accepted + 1
-            if request.tokens_left <= 0:
-                request.speculation.end()
         self.requests = [request for request in requests if request.tokens_left > 0]
         return made, seconds
 
@@ -231,15 +226,15 @@ def controller_of(profile: Profile, seed: int = 0) -> SpeculationController:
     return controller
 
 
+def begin_request(controller: SpeculationController, terms: Terms) -> RequestController:
+    return controller.request(terms, "target")
+
+
 def adaptive(controller: SpeculationController) -> Callable[[], Speculation]:
     """Begins requests that the controller decides for."""
 
     def begin() -> Speculation:
-        speculation = RequestSpeculation(
-            controller, Terms(request_kind("draft", "residual", 1.0), MAX_TOKENS)
-        )
-        speculation.target = "target"
-        return speculation
+        return begin_request(controller, Terms(request_kind("draft", "residual", 1.0), MAX_TOKENS))
 
     return begin
 
@@ -269,8 +264,8 @@ CHEAP = Profile(0.02, 0.0, 0.0001, 0.001, 0.0, 0.0005, 0.0, 0.85, 1.0, 0.1)
 """The machine is bound by memory, and the draft is good."""
 
 
-@pytest.mark.parametrize("noise", [None, 0.3])
-def test_the_controller_makes_nearly_as_many_tokens_as_an_oracle(noise: float | None) -> None:
+@pytest.mark.parametrize(("noise", "least"), [(None, 0.97), (0.3, 0.952)])
+def test_the_controller_makes_nearly_as_many_tokens_as_an_oracle(noise: float | None, least: float) -> None:
     """From the first round, over loads that jump; with noise of 5 to 30 % of a step, and of 30 %."""
     random = Random(22)
     shares = []
@@ -281,20 +276,22 @@ def test_the_controller_makes_nearly_as_many_tokens_as_an_oracle(noise: float | 
         begin = adaptive(controller_of(profile, number))
         shares.append(efficiency(profile, number, stages, ROUNDS, begin)[0])
     shares.sort()
-    assert fmean(shares) >= 0.96
+    assert fmean(shares) >= least
     assert shares[PROFILES // 4] >= 0.94, "three profiles in four"
     assert shares[PROFILES // 20] >= 0.88, "all but one in twenty"
     assert shares[0] >= 0.8
 
 
-def test_the_first_rounds_make_nearly_as_much() -> None:
+@pytest.mark.parametrize(("load", "least"), [(1, 0.95), (4, 0.964), (16, 0.958)])
+def test_the_first_rounds_make_nearly_as_much(load: int, least: float) -> None:
     """A hundred rounds of each request: what is left to lose is learning that a draft is useless."""
     random = Random(22)
     shares = []
     for number in range(PROFILES):
         profile = Profile.drawn(random)
-        shares.append(efficiency(profile, number, [1], 100, adaptive(controller_of(profile, number)))[0])
-    assert fmean(shares) >= 0.93
+        begin = adaptive(controller_of(profile, number))
+        shares.append(efficiency(profile, number, [load], 100 * load, begin)[0])
+    assert fmean(shares) >= least
 
 
 HITS = {1: 0.35, 2: 0.5, 4: 0.62, 8: 0.75, 16: 0.85}
@@ -332,15 +329,12 @@ def _ahead_efficiencies(profile: Profile, contention: float, branch: float, seed
         *(profile.speed(1, tokens) for tokens in (0, *lengths)), *starmap(speed, product(lengths, HITS))
     )
     controller, random = controller_of(profile, seed), Random(seed)
-    request = RequestSpeculation(
-        controller, Terms(request_kind("draft", "strict", 1.0), MAX_TOKENS, draft_ahead="auto")
-    )
-    request.target = "target"
+    terms = Terms(request_kind("draft", "strict", 1.0), MAX_TOKENS, draft_ahead="auto")
+    request = begin_request(controller, terms)
     made, passed, awaited, found = 0.0, 0.0, 0, []
     for number in range(1, AHEAD_ROUNDS[-1] + 1):
-        tokens = request.begin_round(1)
-        if watched := request.watched_tokens:
-            request.came(watched, next((i for i in range(watched) if random.random() > rates[i]), watched))
+        plan = request.begin_round(1)
+        tokens = plan.tokens
         noise = random.lognormvariate(-(profile.noise**2) / 2, profile.noise)
         accepted = 0
         while accepted < tokens and random.random() < rates[accepted]:
@@ -349,11 +343,12 @@ def _ahead_efficiencies(profile: Profile, contention: float, branch: float, seed
             chance = random.random()
             rank = next((count - 1 for count, share in HITS.items() if chance < share), None)
             rank = None if rank is None or rank >= awaited else rank
-            step = profile.draft_seconds(1, 1) * contention * (1.0 + branch * (awaited - 1)) * noise
-            request.outcome_came(rank, StepCost(step, 1, awaited))
+            step_seconds = profile.draft_seconds(1, 1) * contention * (1.0 + branch * (awaited - 1)) * noise
+            step = StepCost(step_seconds, 1, awaited)
             seconds = ahead(tokens, awaited, rank is not None) * noise
         else:
             rank = None
+            step = None
             seconds = profile.verify_seconds(1, tokens + 1) + profile.draft_seconds(1, tokens)
             seconds = (seconds + profile.message_seconds(1, tokens > 0)) * noise
         verify, draft = (
@@ -362,24 +357,28 @@ def _ahead_efficiencies(profile: Profile, contention: float, branch: float, seed
         )
         cost = RoundCost(tokens, seconds, verify, 1, tokens + 1, draft if rank is None else 0.0, 1)
         was_awaited = awaited > 0 and tokens > 0
-        request.end_round(round_result(tokens, accepted, cost, awaited=was_awaited))
+        request.end_round(
+            round_result(tokens, accepted, cost, awaited=was_awaited, rank=rank, branch_step=step)
+        )
         made, passed = made + expected[tokens], passed + seconds
-        budget = request.ahead_budget
-        awaited = budget.branch_count if budget else 0
+        awaited = plan.outcomes
         if number in AHEAD_ROUNDS:
             found.append(made / passed / best)
     return found
 
 
 @pytest.mark.parametrize(
-    ("contention", "branch", "later"), [(1.0, 0.0, 0.95), (2.0, 0.0, 0.95), (1.0, 0.2, 0.93)]
+    ("contention", "branch", "soon", "later"),
+    [(1.0, 0.0, 0.95, 0.957), (2.0, 0.0, 0.887, 0.95), (1.0, 0.2, 0.9, 0.94)],
 )
-def test_drafting_ahead_is_chosen_where_it_pays(contention: float, branch: float, later: float) -> None:
+def test_drafting_ahead_is_chosen_where_it_pays(
+    contention: float, branch: float, soon: float, later: float
+) -> None:
     """From the first round; where draft and target share a machine, it is given up as soon as that shows, and where
     outcomes take longer than the profile says, there are fewer of them."""
     random = Random(5)
     found = [_ahead_efficiencies(Profile.drawn(random), contention, branch, seed) for seed in range(PROFILES)]
-    for shares, least in zip(map(sorted, zip(*found, strict=True)), (0.85, later), strict=True):
+    for shares, least in zip(map(sorted, zip(*found, strict=True)), (soon, later), strict=True):
         assert fmean(shares) >= least
         assert shares[PROFILES // 20] >= least - 0.17
 
@@ -388,28 +387,28 @@ def test_a_pause_in_a_drafts_first_step_does_not_stop_speculation_for_good() -> 
     controller = SpeculationController()
     request = adaptive(controller)()
     for number in range(400):
-        proposed = request.begin_round(1)
+        proposed = request.begin_round(1).tokens
         draft = CHEAP.draft_seconds(1, proposed) * (12.0 if number == 0 else 1.0)
         verify = CHEAP.verify_seconds(1, proposed + 1)
         seconds = verify + draft + CHEAP.message_seconds(1, proposed > 0)
         cost = RoundCost(proposed, seconds, verify, 1, proposed + 1, draft, 1)
         request.end_round(round_result(proposed, min(proposed, 3), cost))
-    assert request.begin_round(1) >= 3
+    assert request.begin_round(1).tokens >= 3
 
 
 def test_a_draft_without_gain_is_tried_in_few_rounds() -> None:
     for load in (1, 4, 16):
         _, cluster = efficiency(COSTLY, load, [load], 3000, adaptive(controller_of(COSTLY)))
         lengths = cluster.lengths[load]
-        assert sum(lengths[1:]) <= 0.02 * sum(lengths)
+        assert sum(lengths[1:]) <= 0.03 * sum(lengths)
 
 
 def test_a_draft_with_gain_is_left_out_in_few_rounds() -> None:
     for load in (1, 4, 16):
         share, cluster = efficiency(CHEAP, load, [load], 2000, adaptive(SpeculationController()))
         lengths = cluster.lengths[load]
-        assert lengths[0] <= 8 * TURN_SHARE * sum(lengths), "turns, and first rounds of requests"
-        assert share >= 0.95
+        assert lengths[0] <= 8 * TRIAL_SHARE * sum(lengths), "trials, and first rounds of requests"
+        assert share >= 0.93
 
 
 class SharedMachine(Profile):
@@ -439,11 +438,10 @@ def test_new_requests_start_with_the_measurements_of_others() -> None:
         controller = SpeculationController()
         efficiency(profile, 1, [1], 3000, adaptive(controller))
         best = profile.best_tokens(1)
-        first = RequestSpeculation(controller, Terms(request_kind("draft", "residual", 1.0), MAX_TOKENS))
-        first.target = "target"
+        first = begin_request(controller, Terms(request_kind("draft", "residual", 1.0), MAX_TOKENS))
         first.begin_round(1)
-        assert first.choice is not None
-        assert abs(first.choice.plan.tokens - best) <= (2 if best else 0)
+        assert first.decision is not None
+        assert abs(first.decision.plan.tokens - best) <= (2 if best else 0)
 
 
 def test_the_controller_detects_changes() -> None:
@@ -465,9 +463,9 @@ class CrowdedMachine(Profile):
         return super().verify_seconds(sequences, tokens) * (1.0 if tokens == sequences else 2.0)
 
 
-@pytest.mark.parametrize(("load", "share"), [(4, 0.83), (16, 0.84)])
+@pytest.mark.parametrize(("load", "share"), [(4, 0.95), (16, 0.955)])
 def test_a_draft_that_slows_its_target_down_is_soon_left(load: int, share: float) -> None:
-    """Of the first 100 rounds. With profiles that weigh as 8 and 16 steps the share is 0.82 and 0.79 at load 4."""
+    """Of the first 100 rounds."""
     profile = replace(CHEAP, acceptance=0.5, draft=0.2 * CHEAP.verify)
     machine = CrowdedMachine(**asdict(profile))
     assert profile.best_tokens(load) > 0
@@ -477,3 +475,56 @@ def test_a_draft_that_slows_its_target_down_is_soon_left(load: int, share: float
         for seed in range(6)
     ]
     assert fmean(shares) > share
+
+
+# ---- services that report no profile
+
+STEP_SECONDS = 0.005
+"""Of either service."""
+QUESTION_SECONDS = 0.0011, 0.0005
+"""To the target, and to the draft."""
+
+
+def unprofiled_lengths(seed: int, rounds: int, paused: int = 0) -> list[int]:
+    """Proposal lengths of a request whose target accepts everything, on services with steps of 5 ms.
+
+    Args:
+        paused: Number of the round, among those with a proposal and among those without, that takes 100 ms longer.
+    """
+    random = Random(seed)
+    request = begin_request(SpeculationController(), Terms(request_kind("draft", "residual", 1.0), 2))
+    lengths: list[int] = []
+    seen = {True: 0, False: 0}
+    for number in range(rounds):
+        tokens = request.begin_round(1).tokens
+        proposed = tokens if number else 0  # the draft reads the prompt in the first round
+        verify = STEP_SECONDS * random.lognormvariate(0.0, 0.1)
+        draft = proposed * STEP_SECONDS * random.lognormvariate(0.0, 0.1)
+        questions = sum(QUESTION_SECONDS[: 1 + (proposed > 0)]) * random.lognormvariate(0.0, 0.3)
+        seconds = verify + draft + questions
+        if number:
+            seen[proposed > 0] += 1
+            seconds += 0.1 * (seen[proposed > 0] == paused)
+        cost = RoundCost(proposed, seconds, verify, 1, 1 + proposed, draft, 1)
+        request.end_round(round_result(proposed, proposed, cost if number else None))
+        lengths.append(tokens)
+    return lengths
+
+
+def test_fresh_starts_on_services_without_profiles_agree() -> None:
+    """Two tokens make 181 tokens/s here, and the target alone 164."""
+    for seed in range(20):
+        lengths = unprofiled_lengths(seed, 400)
+        drafted = sum(length > 0 for length in lengths[-200:])
+        assert drafted > 150, f"seed {seed}"
+
+
+@pytest.mark.parametrize("paused", range(1, 6))
+def test_a_pause_in_one_of_the_first_rounds_of_a_mode_does_not_stop_drafting(paused: int) -> None:
+    """It falls into that round with a proposal, and into that round without one."""
+    for seed in range(20):
+        lengths = unprofiled_lengths(seed, 400, paused)
+        without = 0
+        for length in lengths:
+            without = 0 if length else without + 1
+            assert without <= 30, f"seed {seed}"

@@ -1,0 +1,787 @@
+"""How many tokens each round proposes, and how far the draft works ahead. Pure: no clock and no I/O.
+
+A round is made in one of three modes: by the target alone, by asking the draft (or a head of the target's own), or with
+what the draft has drafted ahead. The controller plans the round with the most expected tokens per second at its load:
+
+    expected tokens(K) / (predicted seconds(mode, K, load) x measured ratio(mode, load))
+
+TurboSpec (Liu et al. 2024, arXiv 2406.14066) calls this goodput. The prediction comes from the step profiles that the
+services measure when they have warmed up, and the ratio is that of measured to predicted seconds. Modes that are not
+chosen are tried now and then: what is known of them is a prediction, or old.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import lru_cache
+from typing import Literal, NamedTuple, TypeAlias
+
+from tandem.acceptance.strategies import GREEDY, STRICT
+from tandem.model.types import MAX_AHEAD_TOKENS, AheadBudget, ModelInfo, StepProfile
+from tandem_coordinator.stats.rounds import RoundCost, RoundResult
+from tandem_coordinator.stats.speculation import MovingMedian
+
+PRIOR_RATE = 0.6
+"""Acceptance before any was measured: about that of a draft of the same family (demo pair 0.55 to 0.7)."""
+PRIOR_WEIGHT = 8.0
+"""Proposals that the prior counts as. In simulations 2 loses 1.5 % of the first 100 rounds by giving up too early."""
+MEMORY = 300.0
+"""Proposals that counts are halved to when there are twice as many: the standard error of a rate is then 3 %."""
+PRIOR_MISSES = (0.7, 0.83, 0.83, 0.75, 0.72)
+"""Before any was measured, the rates at which the outcome of a verification is not the likeliest one; nor the second;
+nor among 4, 8 and 16, given each time that it was not among half as many: a 2.6 M draft of a 25.7 M target."""
+OUTCOMES = tuple(1 << place for place in range(len(PRIOR_MISSES)))
+"""Numbers of outcomes that a draft may work ahead for."""
+RATIO_MEMORY = 32
+"""Rounds that a ratio is the median of: with noise of 30 % its standard error is 7 %."""
+HYSTERESIS = 1.03
+"""Factor in predicted tokens per second by which another plan must be better: the standard error of a rate."""
+OPTIMISM = 0.5
+"""Standard deviations by which the acceptance may be better than known, in the decision between drafting and not. In
+simulations 1 loses 1 % of the first 100 rounds."""
+RULE_OPTIMISM = 2.0
+"""The same in the choice of a rule, so that each is tried."""
+TRIAL_ROUNDS = 4
+"""Rounds of each request in a trial. The first is a cold one: the target is asked for what it would begin by itself, or
+the draft reads what was committed since it last proposed."""
+TRIAL_SHARE = 0.005
+"""Share of the rounds that the trials of a mode may lose."""
+WAKINGS = 2.0
+"""Health checks that a question takes as long as: it wakes the engine's thread, and the event loop for its answer."""
+USUAL_DRAFT_STEP = 0.2
+"""Step of a draft by a step of its target, before either is known."""
+
+
+# ---- requests, and what is planned for their rounds
+
+DraftAhead: TypeAlias = Literal["auto", "off"] | int
+"""auto: as far as it pays; off: not at all; a number: always for so many outcomes."""
+
+TEMPERATURE_RANGES = (0.0, 0.3, 0.6, 0.85, 1.15)
+"""Upper ends of the temperature ranges that share acceptance counts; the last range is open."""
+
+
+class RequestKind(NamedTuple):
+    """Requests that share acceptance counts."""
+
+    draft: str
+    """Name of the draft's model."""
+    rule: str
+    """Name of the acceptance rule."""
+    temperatures: str
+    """Range of temperatures in words, for instance "0.85-1.15"."""
+
+
+def request_kind(draft: str, rule: str, temperature: float) -> RequestKind:
+    """The kind of a request."""
+    lower = 0.0
+    for upper in TEMPERATURE_RANGES:
+        if temperature <= upper:
+            return RequestKind(draft, rule, f"{lower:g}-{upper:g}" if upper else "0")
+        lower = upper
+    return RequestKind(draft, rule, f"above {lower:g}")
+
+
+class Terms(NamedTuple):
+    """The traits that requests with one decision share."""
+
+    kind: RequestKind
+    max_tokens: int
+    """Tokens of the longest proposal."""
+    is_adaptive: bool = True
+    """False under a fixed policy: measurements do not change how much is proposed."""
+    draft_ahead: DraftAhead = "off"
+    leads: bool = False
+    """True if the target, left alone, begins the next rounds before it is asked."""
+
+    @property
+    def outcomes(self) -> tuple[int, ...]:
+        """The numbers of outcomes that rounds may draft ahead for; 0: not ahead."""
+        match self.draft_ahead:
+            case "auto":
+                return (0, *OUTCOMES)
+            case "off":
+                return (0,)
+            case count:
+                return (count,)
+
+    @property
+    def max_budget(self) -> AheadBudget | None:
+        """The most that any round will grant; None for nothing."""
+        return RoundPlan(self.max_tokens, self.outcomes[-1]).ahead_budget
+
+
+class Mode(Enum):
+    """How a round is made."""
+
+    ALONE = auto()
+    """By the target alone."""
+    ASKED = auto()
+    """The draft is asked for a proposal, then the target verifies it."""
+    AHEAD = auto()
+    """The draft has worked ahead while the target verified, and is asked only where another outcome came."""
+
+
+class RoundPlan(NamedTuple):
+    """What a round is to do."""
+
+    tokens: int
+    """Tokens to propose (K); 0: the target works alone."""
+    outcomes: int = 0
+    """Outcomes of its verification that the draft works ahead for; 0: none."""
+
+    @property
+    def mode(self) -> Mode:
+        if not self.tokens:
+            return Mode.ALONE
+        return Mode.AHEAD if self.outcomes else Mode.ASKED
+
+    @property
+    def ahead_budget(self) -> AheadBudget | None:
+        """How far the draft is to work ahead; None for not at all."""
+        if self.mode is not Mode.AHEAD:
+            return None
+        return AheadBudget(self.outcomes, min(self.tokens, MAX_AHEAD_TOKENS))
+
+
+ALONE = RoundPlan(0)
+
+
+class Unfinished(NamedTuple):
+    """A continuation that the draft is still drafting."""
+
+    ready: int
+    """Tokens that are there."""
+    max_tokens: int
+    """Tokens that it will have."""
+    due_seconds: float
+    """Seconds until the next token is expected."""
+    step_seconds: float
+    """Seconds from one token to the next."""
+
+
+# ---- expected tokens
+
+
+class ConditionalRates:
+    """Rates of a chain of events, each given that all before it happened: means of Beta distributions that forget.
+
+    For acceptance, the events are the proposed tokens, each accepted if all before it were.
+    """
+
+    def __init__(self, prior: Sequence[float] = (PRIOR_RATE,)) -> None:
+        """
+        Args:
+            prior: Rates before anything was counted. Behind the last of them it is the rate of the event before.
+        """
+        self._prior = prior
+        self._reached: list[float] = []
+        self._happened: list[float] = []
+
+    def add(self, length: int, happened: int) -> None:
+        """Count a chain of so many events, of which the first ones happened and the next one did not."""
+        missing = length - len(self._reached)
+        self._reached += [0.0] * missing
+        self._happened += [0.0] * missing
+        for index in range(min(happened + 1, length)):
+            self._reached[index] += 1.0
+            self._happened[index] += index < happened
+        if self._reached and self._reached[0] > 2.0 * MEMORY:
+            self._reached = [count / 2.0 for count in self._reached]
+            self._happened = [count / 2.0 for count in self._happened]
+
+    def rates(self, count: int, deviations: float = 0.0) -> list[float]:
+        """The first `count` rates, or what they may be at best: so many standard deviations higher."""
+        rate = 0.0
+        rates = []
+        for index in range(count):
+            weight = PRIOR_WEIGHT
+            if index < len(self._prior):
+                rate = self._prior[index]
+            if index < len(self._reached):
+                weight += self._reached[index]
+                rate = (self._happened[index] + PRIOR_WEIGHT * rate) / weight
+            deviation = math.sqrt(rate * (1.0 - rate) / (1.0 + weight))
+            rates.append(min(rate + deviations * deviation, 1.0))
+        return rates
+
+
+def expected_tokens(rates: Sequence[float]) -> list[float]:
+    """Expected tokens of a round, the target's own included, for proposals of 0, 1, ..., len(rates) tokens.
+
+    1 + E[accepted(K)], where a token counts when all before it were accepted (Leviathan et al. 2023, arXiv 2211.17192,
+    equation 1, with a rate for each position).
+    """
+    product = 1.0
+    tokens = [1.0]
+    for rate in rates:
+        product *= rate
+        tokens.append(tokens[-1] + product)
+    return tokens
+
+
+class GainModel:
+    """What rounds of one kind of request make: tokens that are accepted, and outcomes that were drafted for."""
+
+    def __init__(self) -> None:
+        self.acceptance = ConditionalRates()
+        self._misses = ConditionalRates(PRIOR_MISSES)
+
+    def add_outcome(self, rank: int | None, outcomes: int) -> None:
+        """Count a round: the place of the outcome that came, None for a miss, among those that were drafted for."""
+        tried = outcomes.bit_length()
+        place = tried if rank is None else rank.bit_length()
+        self._misses.add(tried if rank is None else max(tried, place + 1), place)
+
+    def hit_rate(self, outcomes: int) -> float:
+        """Share of rounds whose outcome is among so many."""
+        return 1.0 - math.prod(self._misses.rates(outcomes.bit_length()))
+
+
+# ---- predicted seconds
+
+
+class StepModel:
+    """Seconds of a service's step, interpolated between the sizes of its profile, and continued beyond them."""
+
+    def __init__(self, profile: StepProfile) -> None:
+        known = profile.seconds
+        fewest = min(sequences for sequences, _ in known)
+        self._known = known
+        self._tokens = sorted(tokens for sequences, tokens in known if sequences == fewest)
+        # Large sizes may be missing: those of too few points are predicted from the smaller ones.
+        self._sequences = sorted(
+            sequences
+            for sequences in {sequences for sequences, _ in known}
+            if all((sequences, tokens) in known for tokens in self._tokens)
+        )
+
+    def predict(self, sequences: int, tokens: int) -> float:
+        """Seconds of a step of so many sequences with so many tokens each."""
+        few, many, share = _interval(self._sequences, sequences)
+        short, long, part = _interval(self._tokens, tokens)
+        known = self._known
+        of_few = known[few, short] + part * (known[few, long] - known[few, short])
+        of_many = known[many, short] + part * (known[many, long] - known[many, short])
+        # Beyond the points a falling line would end below 0.
+        return max(of_few + share * (of_many - of_few), 0.1 * known[few, short])
+
+
+def _interval(points: Sequence[int], value: float) -> tuple[int, int, float]:
+    """The two points around a value, or nearest to it, and where it lies between them."""
+    if len(points) == 1:
+        return points[0], points[0], 0.0
+    index = min(max(bisect_right(points, value) - 1, 0), len(points) - 2)
+    low = points[index]
+    high = points[index + 1]
+    return low, high, (value - low) / (high - low)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """Seconds of the steps and questions that rounds consist of, at one load."""
+
+    verify: Sequence[float]
+    """The target's step in which each sequence has 0, 1, ... proposed tokens."""
+    draft: float
+    """One step of the draft."""
+    target_question: float
+    """The way to the target and back."""
+    draft_question: float
+    leads: bool = False
+    """True if the target, left alone, begins the next round before it is asked."""
+
+    def predict_asked(self) -> list[float]:
+        """Seconds of a round that asks the draft for 0, 1, ... tokens; for 0 the target works alone."""
+        questions = self.target_question + self.draft_question
+        seconds = [verify + count * self.draft + questions for count, verify in enumerate(self.verify)]
+        seconds[0] = self.verify[0] + (0.0 if self.leads else self.target_question)
+        return seconds
+
+    def predict_hit(self, tokens: int, branch_step: float, *, is_led: bool = False) -> float:
+        """Seconds of a round whose proposal was drafted ahead: a verification, or the draft's steps where those take
+        longer.
+
+        Args:
+            branch_step: Seconds of the draft's step for all outcomes that it works ahead for.
+            is_led: True if the target begins the round itself where the proposal is there in time.
+        """
+        verify = self.verify[tokens]
+        # When the draft learns which outcome came, it is amid a step for others.
+        drafting = self.draft + tokens * branch_step
+        if is_led and drafting <= verify:
+            return verify
+        return max(verify, drafting) + self.target_question
+
+
+class ServiceSpeed:
+    """What a target or a draft reports of its own speed."""
+
+    def __init__(self, profile: StepProfile | None = None, question: float = 0.0) -> None:
+        self.question = question
+        """Seconds of the way there and back."""
+        self.version = -1
+        """That of the profile."""
+        self.steps: StepModel | None = None
+        """None without a profile."""
+        if profile is not None:
+            self.renew(profile)
+
+    def renew(self, profile: StepProfile) -> None:
+        self.version = profile.version
+        self.steps = StepModel(profile) if profile.seconds else None
+
+
+class CostModel:
+    """Predicts rounds of a target with a draft, and measures how much longer they take.
+
+    Measured ratios are medians, so that a pause of the machine decides nothing. The ratio that was expected counts as
+    that of the first round. A load, or a number of outcomes, that was not measured has the nearest one's.
+    """
+
+    def __init__(self, target: ServiceSpeed, draft: ServiceSpeed) -> None:
+        self._target = target
+        self._draft = draft
+        self._ratios: dict[Mode, dict[int, MovingMedian]] = {mode: {} for mode in Mode}
+        """Measured by predicted seconds of rounds, by load."""
+        self._branch_ratios = {1: MovingMedian(RATIO_MEMORY, [1.0])}
+        """The same of the draft's step, by the number of outcomes that it works ahead for."""
+
+    @property
+    def is_profiled(self) -> bool:
+        return self._target.steps is not None and self._draft.steps is not None
+
+    @property
+    def is_known(self) -> bool:
+        """True if predictions are in seconds: something tells how long a step takes."""
+        return self.is_profiled or any(self._ratios.values())
+
+    def is_known_of(self, mode: Mode) -> bool:
+        """True if a prediction of such rounds rests on more than a guess."""
+        return self.is_profiled or bool(self._ratios[mode])
+
+    def predict_steps(self, load: int, max_tokens: int, *, leads: bool) -> StepSeconds:
+        """The steps of rounds at a load. Where one service reports no profile they are in steps of the target's."""
+        target = self._target.steps
+        draft = self._draft.steps
+        if target is None or draft is None:
+            return StepSeconds([1.0] * (max_tokens + 1), USUAL_DRAFT_STEP, 0.0, 0.0, leads)
+        return StepSeconds(
+            [target.predict(load, tokens + 1) for tokens in range(max_tokens + 1)],
+            draft.predict(load, 1),
+            self._target.question,
+            self._draft.question,
+            leads,
+        )
+
+    def predict_branch_step(self, load: int, outcomes: int) -> float:
+        """Seconds of the draft's step for so many outcomes of each request."""
+        if self._draft.steps is None or not self.is_profiled:
+            return USUAL_DRAFT_STEP
+        return self._draft.steps.predict(load, outcomes) * (_nearest(self._branch_ratios, outcomes) or 1.0)
+
+    def ratio(self, mode: Mode, load: int) -> float:
+        """Measured by predicted seconds of rounds. Without profiles, other modes tell how long a step takes."""
+        measured = _nearest(self._ratios[mode], load)
+        if measured is None and not self.is_profiled:
+            # Those with a draft are most alike.
+            others = [_nearest(self._ratios[other], load) for other in reversed(Mode)]
+            measured = next((ratio for ratio in others if ratio is not None), None)
+        return 1.0 if measured is None else measured
+
+    def add_round(self, mode: Mode, load: int, seconds: float, predicted: float) -> None:
+        """Count a round of one of `load` requests, which report the same steps."""
+        expected = self.ratio(mode, load) if self.is_known else None
+        _count(self._ratios[mode], load, seconds / predicted, expected, load)
+
+    def add_branch_step(self, load: int, outcomes: int, seconds: float) -> None:
+        """Count a step of the draft for so many outcomes of each request."""
+        if self.is_profiled:
+            expected = _nearest(self._branch_ratios, outcomes) or 1.0
+            ratio = expected * seconds / self.predict_branch_step(load, outcomes)
+            _count(self._branch_ratios, outcomes, ratio, expected, load)
+
+
+def _nearest(measured: dict[int, MovingMedian], size: int) -> float | None:
+    """The ratio at a size, or at the nearest one that was measured; None where none was."""
+    if size not in measured:
+        size = min(measured, key=lambda other: abs(math.log(other / size)), default=size)
+    return measured[size].value if size in measured else None
+
+
+def _count(
+    measured: dict[int, MovingMedian], size: int, ratio: float, expected: float | None, reports: int
+) -> None:
+    if size not in measured:
+        first = [] if expected is None else [expected] * reports
+        measured[size] = MovingMedian(RATIO_MEMORY * reports, first)
+    measured[size].add(ratio)
+
+
+# ---- decisions
+
+
+@lru_cache(1024)
+def load_class(load: int) -> int:
+    """Loads of one class share a decision: each up to 8 has its own, then there are four for each doubling."""
+    return load if load < 9 else 9 + int(4.0 * math.log2(load / 9.0))
+
+
+class LoadDecision:
+    """The plan for requests on the same terms at one load, and the trial of another one."""
+
+    def __init__(self, costs: CostModel, gains: GainModel, terms: Terms, load: int) -> None:
+        self.costs = costs
+        self.gains = gains
+        self.terms = terms
+        self.load = load
+        self.plan = RoundPlan(terms.max_tokens, terms.outcomes[0])
+        self.expected: list[float] = []
+        """Expected tokens of a round, by proposed tokens."""
+        self.seconds: dict[int, list[float]] = {}
+        """Predicted seconds of a round, by outcomes that it drafts ahead for and by proposed tokens."""
+        self.steps = costs.predict_steps(load, terms.max_tokens, leads=terms.leads)
+        self.predicted_seconds = 0.0
+        """Of all rounds in the mode that was chosen."""
+        self.measured_seconds = 0.0
+        self.best: dict[Mode, RoundPlan] = {}
+        """The best plan of each mode."""
+        self._asked = self.steps.predict_asked()
+        """Predicted seconds of a round that does not draft ahead, by proposed tokens, before the ratio."""
+        self._rounds = 0
+        self._renew_at = 0
+        self._trial: RoundPlan | None = None
+        self._trial_ends_at = 0
+        self._tried_at: dict[Mode, int] = {}
+        """Round in which each mode was last tried or left."""
+        self._lost: dict[Mode, float] = {}
+        """Rounds in whose time the last trial of each mode would have made what it lost."""
+        self.renew()
+
+    def predict_speed(self, plan: RoundPlan, expected: Sequence[float] = ()) -> float:
+        """Tokens per second of each request, with the acceptance that is known or with another one."""
+        return (expected or self.expected)[plan.tokens] / self.seconds[plan.outcomes][plan.tokens]
+
+    @property
+    def is_known(self) -> bool:
+        """True if predictions are in seconds."""
+        return self.costs.is_known
+
+    @property
+    def compared(self) -> RoundPlan:
+        """The plan with proposals that the target alone is compared with: the chosen one, else the best."""
+        drafting = [plan for plan in (self.plan, *self.best.values()) if plan.tokens]
+        return self.plan if self.plan.tokens else max(drafting, key=self.predict_speed, default=ALONE)
+
+    @property
+    def gain(self) -> float:
+        """Predicted tokens per second with proposals, over those of the target alone; 0: unknown."""
+        return self.predict_speed(self.compared) / self.predict_speed(ALONE) if self.is_known else 0.0
+
+    def predict_best(self, deviations: float) -> float:
+        """Tokens per second of the best plan, with an acceptance that is so many standard deviations better."""
+        expected = expected_tokens(self.gains.acceptance.rates(self.terms.max_tokens, deviations))
+        return max(self.predict_speed(plan, expected) for plan in self._find_best(expected).values())
+
+    def renew(self) -> None:
+        """Predict again, and change to another plan that is clearly better."""
+        acceptance = self.gains.acceptance
+        hoped = expected_tokens(acceptance.rates(self.terms.max_tokens, OPTIMISM))
+        self.expected = expected_tokens(acceptance.rates(self.terms.max_tokens))
+        self._predict_seconds()
+        is_first = not self.best
+        mode = self.plan.mode
+        self.best = self._find_best(hoped)
+        best = max(self.best.values(), key=lambda plan: self.predict_speed(plan, hoped))
+        if is_first or self.predict_speed(best, hoped) > HYSTERESIS * self.predict_speed(self.plan, hoped):
+            self.plan = best
+        if is_first or self.plan.mode is not mode:
+            self._tried_at = dict.fromkeys(Mode, self._rounds)
+            self._lost = {}
+        self._renew_at = self._rounds + max(self.load, TRIAL_ROUNDS)
+
+    def _predict_seconds(self) -> None:
+        costs = self.costs
+        load = self.load
+        alone, asked, ahead = (costs.ratio(mode, load) for mode in Mode)
+        self.steps = costs.predict_steps(load, self.terms.max_tokens, leads=self.terms.leads)
+        self._asked = self.steps.predict_asked()
+        seconds = [alone * self._asked[0], *(asked * each for each in self._asked[1:])]
+        self.seconds = {0: seconds}
+        for outcomes in self.terms.outcomes:
+            if not outcomes:
+                continue
+            hit_rate = self.gains.hit_rate(outcomes)
+            step = costs.predict_branch_step(load, outcomes)
+            self.seconds[outcomes] = [seconds[0]]
+            for tokens in range(1, len(seconds)):
+                hit = self._predict_hit(tokens, step)
+                mean = hit_rate * hit + (1.0 - hit_rate) * self._asked[tokens]
+                self.seconds[outcomes].append(ahead * mean)
+
+    def _predict_hit(self, tokens: int, branch_step: float) -> float:
+        # A target leads with proposals where tokens alone decide.
+        is_led = self.terms.leads and self.terms.kind.rule in (GREEDY.name, STRICT.name)
+        return self.steps.predict_hit(tokens, branch_step, is_led=is_led)
+
+    def _find_best(self, expected: Sequence[float]) -> dict[Mode, RoundPlan]:
+        """The plan of each mode with the most tokens per second."""
+        lengths = range(self.terms.max_tokens + 1) if self.terms.is_adaptive else (self.terms.max_tokens,)
+        best: dict[Mode, RoundPlan] = {}
+        for outcomes in self.terms.outcomes:
+            for tokens in lengths:
+                plan = RoundPlan(tokens, outcomes) if tokens else ALONE
+                other = best.setdefault(plan.mode, plan)
+                if self.predict_speed(plan, expected) > self.predict_speed(other, expected):
+                    best[plan.mode] = plan
+        return best
+
+    def begin_round(self) -> RoundPlan:
+        """The plan of the round that begins."""
+        self._rounds += 1
+        if self._trial is not None and self._rounds >= self._trial_ends_at:
+            self._trial = None
+            self._renew_at = 0
+        if self._trial is None and self._rounds >= self._renew_at:
+            self.renew()
+            self._begin_due_trial()
+        return self._trial or self.plan
+
+    def _begin_due_trial(self) -> None:
+        """Try another mode, as seldom as keeps what its trials lose at `TRIAL_SHARE`.
+
+        All requests take part: one that drafts beside others takes what it never takes otherwise.
+        """
+        rounds = TRIAL_ROUNDS * self.load
+        for mode, plan in self.best.items():
+            slower = 0.0
+            if self.costs.is_known_of(mode):
+                slower = 1.0 - self.predict_speed(plan) / self.predict_speed(self.plan)
+            lost = max(rounds * max(slower, HYSTERESIS - 1.0), self._lost.get(mode, 0.0))
+            if mode is self.plan.mode or self._rounds < self._tried_at[mode] + lost / TRIAL_SHARE:
+                continue
+            self._trial = plan
+            self._trial_ends_at = self._rounds + rounds
+            self._tried_at[mode] = self._rounds
+            self._lost[mode] = 0.0
+            return
+
+    def end_round(self, result: RoundResult, planned: RoundPlan, granted: int, seconds: float) -> None:
+        """Count a round that has ended.
+
+        Args:
+            granted: Outcomes of the round before that the draft was to work ahead for.
+            seconds: That it took.
+        """
+        if result.proposed:
+            self.gains.acceptance.add(result.proposed, result.accepted)
+        # A draft that was to work ahead and did not has missed, too.
+        is_ahead = granted > 0 and planned.tokens > 0 and (result.awaited_outcome or result.proposed > 0)
+        if is_ahead:
+            self.gains.add_outcome(result.outcome_rank, granted)
+            if result.branch_step is not None:
+                step = result.branch_step
+                self.costs.add_branch_step(step.sequences, granted, step.seconds)
+        if result.cost is None or result.proposed >= len(self._asked):
+            return
+        if self._trial is not None:
+            made = result.cost.seconds * self.predict_speed(self.plan)
+            lost = (made - result.committed) / self.expected[self.plan.tokens]
+            self._lost[self._trial.mode] = self._lost.get(self._trial.mode, 0.0) + lost
+        if is_ahead:
+            self._count_seconds(
+                result.cost, Mode.AHEAD, planned.tokens, seconds, self._predict_ended(result, granted)
+            )
+        elif (result.proposed > 0) == (planned.tokens > 0):  # else it found nothing, or reads what it missed
+            mode = Mode.ASKED if result.proposed else Mode.ALONE
+            self._count_seconds(result.cost, mode, result.proposed, seconds, self._asked[result.proposed])
+
+    def _predict_ended(self, result: RoundResult, granted: int) -> float:
+        """Seconds of a round whose hit or miss is known."""
+        if result.outcome_rank is None:
+            return self._asked[result.proposed]
+        step = result.branch_step
+        branch_step = self.costs.predict_branch_step(self.load, granted) if step is None else step.seconds
+        return self._predict_hit(result.proposed, branch_step)
+
+    def _count_seconds(
+        self, cost: RoundCost, mode: Mode, tokens: int, seconds: float, predicted: float
+    ) -> None:
+        if not cost.is_typical(self.load, tokens):
+            return
+        self.costs.add_round(mode, self.load, seconds, predicted)
+        if mode is self.plan.mode:
+            self.predicted_seconds += predicted * self.costs.ratio(mode, self.load)
+            self.measured_seconds += seconds
+
+    def choose_after_miss(self, count: int) -> int:
+        """How many tokens to ask for, `count` at most, where another outcome came than was drafted for."""
+        speed = self.predict_speed(self.plan) * self.costs.ratio(Mode.AHEAD, self.load)
+        lengths = range(count + 1) if self.terms.is_adaptive else (0, count)
+        return max(lengths, key=lambda tokens: self.expected[tokens] - speed * self._asked[tokens])
+
+
+def tokens_after_hit(expected: Sequence[float], unfinished: Unfinished, *, tokens_per_second: float) -> int:
+    """How many tokens to wait for when the draft is still drafting the continuation of the outcome that came.
+
+    `expected` has as many tokens as the round may have, `tokens_per_second` is what rounds make now.
+    """
+    ready = unfinished.ready
+
+    def predict_worth(count: int) -> float:
+        steps = count - ready
+        waited = unfinished.due_seconds + (steps - 1) * unfinished.step_seconds if steps else 0.0
+        return expected[count] - tokens_per_second * waited
+
+    return max(range(ready, len(expected)), key=predict_worth, default=ready)
+
+
+class RequestController:
+    """One request's part: `begin_round` plans a round, `end_round` counts its result."""
+
+    def __init__(self, controller: SpeculationController, terms: Terms, target: str) -> None:
+        self.terms = terms
+        self.load = 1
+        """Sequences that share the target in the round in progress."""
+        self.plan = ALONE
+        """Of the round in progress."""
+        self.decision: LoadDecision | None = None
+        """The decision that it follows; None before the first round."""
+        self._controller = controller
+        self._target = target
+        self._profiles = 0
+        """Profiles that the decision knows of."""
+        self._granted = 0
+        """Outcomes of the round before that the draft was to work ahead for."""
+        self._led_seconds: float | None = None
+        """Of the round before, if the target began it itself."""
+
+    @property
+    def gain(self) -> float:
+        """Predicted tokens per second with proposals, over those of the target alone; 0: unknown."""
+        return 0.0 if self.decision is None else self.decision.gain
+
+    def begin_round(self, load: int, target: str | None = None) -> RoundPlan:
+        """Plan the round that begins.
+
+        Args:
+            load: Sequences that share the target.
+            target: Its address; None: as before.
+        """
+        target = target or self._target
+        known = self.load, self._target, self._profiles
+        if self.decision is None or known != (load, target, self._controller.profiles):
+            self.load = load
+            self._target = target
+            self._profiles = self._controller.profiles
+            self.decision = self._controller.decide(target, self.terms, load)
+        self._granted = self.plan.outcomes
+        self.plan = self.decision.begin_round()
+        return self.plan
+
+    def end_round(self, result: RoundResult) -> None:
+        """Count the round that has ended."""
+        if self.decision is not None:
+            seconds = 0.0 if result.cost is None else self._even_out(result.cost)
+            self.decision.end_round(result, self.plan, self._granted, seconds)
+
+    def _even_out(self, cost: RoundCost) -> float:
+        """Seconds of a round. The target may have the answer of one that it began itself before the last one is read:
+        then both count as their mean."""
+        before = self._led_seconds
+        self._led_seconds = cost.seconds if cost.was_led else None
+        return cost.seconds if before is None or not cost.was_led else (before + cost.seconds) / 2.0
+
+    def tokens_after_hit(self, unfinished: Unfinished, count: int) -> int:
+        """How many tokens of a continuation to wait for, `count` at most, where the draft is still drafting it."""
+        decision = self.decision
+        most = min(count, unfinished.max_tokens)
+        if decision is None or not decision.is_known or len(decision.expected) <= most:
+            return unfinished.ready
+        speed = decision.predict_speed(decision.plan)
+        return tokens_after_hit(decision.expected[: most + 1], unfinished, tokens_per_second=speed)
+
+    def tokens_after_miss(self, count: int) -> int:
+        """How many tokens to ask for, up to `count`, where another outcome came than was drafted for.
+
+        0: the target goes on alone, and the draft works ahead of that. With a fixed policy it is that or `count`.
+        """
+        decision = self.decision
+        if decision is None or not decision.is_known or len(decision.expected) <= count:
+            return count
+        return decision.choose_after_miss(count)
+
+
+class SpeculationController:
+    """Shared by all requests: costs by target and draft, gains by kind of request, one decision by load."""
+
+    def __init__(self) -> None:
+        self.decisions: dict[tuple[str, Terms, int], LoadDecision] = {}
+        """By target, terms and load class."""
+        self.profiles = 0
+        """Profiles that services have reported."""
+        self._services: defaultdict[str, ServiceSpeed] = defaultdict(ServiceSpeed)
+        """By address of a target or name of a draft."""
+        self._costs: dict[tuple[str, str], CostModel] = {}
+        """By target and draft."""
+        self._gains: defaultdict[RequestKind, GainModel] = defaultdict(GainModel)
+
+    def request(self, terms: Terms, target: str = "") -> RequestController:
+        """The part of a request that begins, on the target that it is likely to get."""
+        return RequestController(self, terms, target)
+
+    def introduce(self, service_name: str, model: ModelInfo | None, round_trip_seconds: float | None) -> None:
+        """Tell what a service reports of itself, before a request that uses it. A newer profile starts its costs anew.
+
+        Args:
+            service_name: Address of a target, or name of a draft's model.
+            model: What it serves, with the profile of its steps.
+            round_trip_seconds: Of its health checks.
+        """
+        if model is None:
+            return
+        service = self._services[service_name]
+        service.question = WAKINGS * (round_trip_seconds or 0.0)
+        profile = model.step_profile
+        if profile.version <= service.version:
+            return
+        service.renew(profile)
+        self.profiles += 1
+        for pair in [pair for pair in self._costs if service_name in pair]:
+            del self._costs[pair]
+        for key in [key for key in self.decisions if service_name in (key[0], key[1].kind.draft)]:
+            del self.decisions[key]
+
+    def decide(self, target: str, terms: Terms, load: int) -> LoadDecision:
+        """The decision for requests on these terms at a load."""
+        key = target, terms, load_class(load)
+        if key not in self.decisions:
+            self.decisions[key] = self._begin_decision(target, terms, load)
+        return self.decisions[key]
+
+    def _begin_decision(self, target: str, terms: Terms, load: int) -> LoadDecision:
+        pair = target, terms.kind.draft
+        if pair not in self._costs:
+            self._costs[pair] = CostModel(self._services[target], self._services[terms.kind.draft])
+        return LoadDecision(self._costs[pair], self._gains[terms.kind], terms, load)
+
+    def choose_rule(self, names: Sequence[str], draft: str, temperature: float, load: int) -> str:
+        """The rule with the most predicted tokens per second, at the nearest load so far."""
+        seen = [key for key in self.decisions if key[1].kind.draft == draft]
+        if not seen:
+            return names[0]
+        target, terms, near = min(seen, key=lambda key: abs(key[2] - load_class(load)))
+
+        def predict_speed(name: str) -> float:
+            kind = request_kind(draft, name, temperature)
+            decision = self._begin_decision(
+                target, terms._replace(kind=kind), self.decisions[target, terms, near].load
+            )
+            return decision.predict_best(RULE_OPTIMISM)
+
+        return max(names, key=predict_speed)

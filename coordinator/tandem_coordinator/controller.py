@@ -261,7 +261,7 @@ class StepModel:
             if all((sequences, tokens) in known for tokens in self._tokens)
         )
 
-    def predict(self, sequences: int, tokens: int) -> float:
+    def predict(self, sequences: float, tokens: int) -> float:
         """Seconds of a step of so many sequences with so many tokens each."""
         few, many, share = _interval(self._sequences, sequences)
         short, long, part = _interval(self._tokens, tokens)

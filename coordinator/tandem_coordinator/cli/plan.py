@@ -1,6 +1,7 @@
 """`tandem plan`: what speculation gains, at which proposal length, and what would help most; and capacity of a fleet.
 
-The first half is pure: the controller's formula for given step times. The second measures, and shows what follows."""
+The first half is pure: the controller's predictions for given step times. The second measures, and shows what
+follows."""
 
 from __future__ import annotations
 
@@ -14,12 +15,11 @@ import time
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from tempfile import TemporaryFile
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Group, RenderableType
 
 from tandem.clients.admin_client import AdminClient
@@ -27,7 +27,7 @@ from tandem.clients.client import Client
 from tandem.config.names import DEVICES
 from tandem.errors import ConfigurationError, NotFoundError, ServiceUnavailableError
 from tandem.model.speculation_state import SpeculationDecision
-from tandem.model.types import GenerationRequest
+from tandem.model.types import GenerationRequest, StepProfile
 from tandem.model_sources.bundled import DEMO
 from tandem.plural import plural
 from tandem.progress import Progress
@@ -38,9 +38,15 @@ from tandem_coordinator.cli.doctor import round_trips
 from tandem_coordinator.cli.main import app
 from tandem_coordinator.cli.up import NO_DRAFT, STOP_SECONDS, UpOptions, as_words, service_arguments
 from tandem_coordinator.cli.views import percent
-from tandem_coordinator.controller import expected_tokens
-
-FloatArray: TypeAlias = NDArray[np.float64]
+from tandem_coordinator.controller import (
+    OUTCOMES,
+    CostModel,
+    GainModel,
+    ServiceSpeed,
+    StepModel,
+    StepSeconds,
+    expected_tokens,
+)
 
 MAX_TOKENS = 16
 """Longest proposal that a plan looks at."""
@@ -49,8 +55,6 @@ HELP = 1.5
 PER_8_ROWS = 0.1
 """Share by which a step takes longer for each 8 rows beyond the first: the GPUs of the published measurements spend
 most of a step on reading weights."""
-HIT_RATE = 0.75
-"""Share of rounds whose outcome a draft has prepared that works ahead, with 16 branches and four tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,48 +71,46 @@ class StepTimes:
     """Seconds of one message to a service and its answer."""
     per_8_rows: float = PER_8_ROWS
 
-    def verification_seconds(self, rows: Any) -> Any:
-        """Seconds of a target step with so many rows, a number or an array."""
-        return self.verify_seconds * (1.0 + self.per_8_rows * (rows - 1.0) / 8.0)
-
     def rounds(self, batch: int, max_tokens: int = MAX_TOKENS) -> Rounds:
-        """The rounds of so many requests at once."""
-        proposed = np.arange(max_tokens + 1.0)
-        step = self.draft_step_seconds * (1.0 + self.per_8_rows * (batch - 1) / 8.0)
-        return Rounds(
-            verify=self.verification_seconds(batch * (proposed + 1.0)),
-            draft=proposed * step,
-            messages=self.round_trip_seconds * np.where(proposed > 0, 2.0, 1.0),
-            acceptance_rates=_extended(self.acceptance_rates, max_tokens),
-        )
+        """The rounds of so many requests at once, as the controller predicts them."""
+        target = ServiceSpeed(_profile(self.verify_seconds, self.per_8_rows), self.round_trip_seconds)
+        draft = ServiceSpeed(_profile(self.draft_step_seconds, self.per_8_rows), self.round_trip_seconds)
+        steps = CostModel(target, draft).predict_steps(batch, max_tokens, leads=False)
+        return Rounds(steps, _extended(self.acceptance_rates, max_tokens))
+
+
+def _profile(seconds: float, per_8_rows: float) -> StepProfile:
+    """The profile of a service whose step of one row takes so long, and each further row as much longer."""
+    sizes = itertools.product((1, 2), repeat=2)
+    return StepProfile(
+        {(count, each): seconds * (1.0 + per_8_rows * (count * each - 1) / 8.0) for count, each in sizes}
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Seconds of the parts of a round at one load, by the number of tokens that it proposes, each of shape [K + 1]."""
+    """Rounds at one load."""
 
-    verify: FloatArray
-    draft: FloatArray
-    messages: FloatArray
+    steps: StepSeconds
     acceptance_rates: Sequence[float]
-    """Conditional acceptance at each of the K positions."""
+    """Conditional acceptance at each position of the longest proposal."""
     mapping: str = ""
     """Coverage of the vocabulary mapping, for a draft with another tokenizer."""
 
     @property
-    def tokens(self) -> FloatArray:
-        """Expected tokens of a round, shape [K + 1]."""
-        return np.array(expected_tokens(self.acceptance_rates))
+    def tokens(self) -> list[float]:
+        """Expected tokens of a round that proposes 0, 1, ... tokens."""
+        return expected_tokens(self.acceptance_rates)
 
     @property
-    def seconds(self) -> FloatArray:
-        """Seconds of a round, shape [K + 1]."""
-        return self.verify + self.draft + self.messages
+    def seconds(self) -> list[float]:
+        """Seconds of a round that proposes 0, 1, ... tokens."""
+        return self.steps.predict_asked()
 
     @property
-    def speeds(self) -> FloatArray:
-        """Tokens per second of a request, shape [K + 1]."""
-        return self.tokens / self.seconds
+    def speeds(self) -> list[float]:
+        """Tokens per second of a request that proposes 0, 1, ... tokens."""
+        return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
 
 
 def _extended(rates: Sequence[float], count: int) -> list[float]:
@@ -119,11 +121,14 @@ def _extended(rates: Sequence[float], count: int) -> list[float]:
 
 def measured_rounds(decision: SpeculationDecision, mapping: str = "") -> Rounds:
     """Measurements of a running cluster at one load."""
-    proposed = len(decision.round_seconds) - 1
-    draft = np.arange(proposed + 1.0) * decision.draft_step_seconds
-    messages = np.array([decision.alone_message_seconds, *[decision.message_seconds] * proposed])
-    verify = np.maximum(decision.round_seconds - draft - messages, 1e-9)
-    return Rounds(verify, draft, messages, _extended(decision.acceptance_rates, proposed), mapping)
+    to_target = decision.alone_message_seconds
+    to_draft = max(decision.message_seconds - to_target, 0.0)
+    verify = []
+    for count, seconds in enumerate(decision.round_seconds):
+        questions = to_target + to_draft if count else to_target
+        verify.append(max(seconds - count * decision.draft_step_seconds - questions, 1e-9))
+    steps = StepSeconds(verify, decision.draft_step_seconds, to_target, to_draft)
+    return Rounds(steps, _extended(decision.acceptance_rates, len(verify) - 1), mapping)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,21 +174,26 @@ class BatchPlan:
 
 def plan(rounds: Rounds, batch: int, of: str = "") -> BatchPlan:
     """The table for one number of requests at once."""
-    speedups = rounds.speeds / rounds.speeds[0]
-    local = replace(rounds, messages=np.zeros_like(rounds.messages)).speeds
-    columns = (rounds.tokens, rounds.seconds, speedups, local / local[0])
-    rows = zip(range(len(speedups)), *(column.tolist() for column in columns), strict=True)
-    best = int(speedups.argmax())
+    speedups = _relative(rounds.speeds)
+    local = replace(rounds.steps, target_question=0.0, draft_question=0.0)
+    without_wire = _relative(replace(rounds, steps=local).speeds)
+    rows = zip(itertools.count(), rounds.tokens, rounds.seconds, speedups, without_wire, strict=False)
+    best = max(range(len(speedups)), key=speedups.__getitem__)
     return BatchPlan(
         of=of,
         batch=batch,
         best_tokens=best,
-        best_speedup=float(speedups[best]),
+        best_speedup=speedups[best],
         break_even_acceptance=break_even(rounds),
         remedies=remedies(rounds),
         mapping=rounds.mapping,
         lengths=tuple(PlanRow(*row) for row in rows),
     )
+
+
+def _relative(speeds: Sequence[float]) -> list[float]:
+    """Speeds over that of the target alone."""
+    return [speed / speeds[0] for speed in speeds]
 
 
 def break_even(rounds: Rounds) -> float | None:
@@ -192,7 +202,7 @@ def break_even(rounds: Rounds) -> float | None:
     def pays(millionths: int) -> bool:
         same = [millionths / 1e6] * len(rounds.acceptance_rates)
         speeds = replace(rounds, acceptance_rates=same).speeds
-        return bool(speeds.max() > speeds[0])
+        return max(speeds) > speeds[0]
 
     first = bisect_right(range(1_000_001), False, key=pays)
     return first / 1e6 if first <= 1_000_000 else None
@@ -200,18 +210,32 @@ def break_even(rounds: Rounds) -> float | None:
 
 def remedies(rounds: Rounds) -> tuple[Remedy, ...]:
     """Improvements, the most helpful first."""
-    better = [1.0 - (1.0 - rate) / HELP for rate in rounds.acceptance_rates]
-    # With drafting ahead a hit costs a verification and its two messages.
-    hit = np.maximum(rounds.verify, rounds.draft) + rounds.messages / 2.0
-    ahead = rounds.tokens / (HIT_RATE * hit + (1.0 - HIT_RATE) * rounds.seconds)
+    steps = rounds.steps
+    quick_draft = replace(steps, draft=steps.draft / HELP)
+    quick_wire = replace(
+        steps, target_question=steps.target_question / HELP, draft_question=steps.draft_question / HELP
+    )
+    fewer_rejections = [1.0 - (1.0 - rate) / HELP for rate in rounds.acceptance_rates]
+    hit_rate = GainModel().hit_rate(OUTCOMES[-1])
     speeds = {
-        f"a draft {HELP:g} times as fast": replace(rounds, draft=rounds.draft / HELP).speeds,
-        f"round trips {HELP:g} times as short": replace(rounds, messages=rounds.messages / HELP).speeds,
-        f"a draft with {1 - 1 / HELP:.0%} fewer rejections": replace(rounds, acceptance_rates=better).speeds,
-        f"drafting ahead with {HIT_RATE:.0%} hits": np.append(rounds.speeds[0], ahead[1:]),
+        f"a draft {HELP:g} times as fast": replace(rounds, steps=quick_draft).speeds,
+        f"round trips {HELP:g} times as short": replace(rounds, steps=quick_wire).speeds,
+        f"a draft with {1 - 1 / HELP:.0%} fewer rejections": replace(
+            rounds, acceptance_rates=fewer_rejections
+        ).speeds,
+        f"drafting ahead with {hit_rate:.0%} hits": _speeds_ahead(rounds, hit_rate),
     }
-    found = [Remedy(name, float(each.max() / rounds.speeds[0])) for name, each in speeds.items()]
+    found = [Remedy(name, max(each) / rounds.speeds[0]) for name, each in speeds.items()]
     return tuple(sorted(found, key=lambda remedy: -remedy.speedup))
+
+
+def _speeds_ahead(rounds: Rounds, hit_rate: float) -> list[float]:
+    """Tokens per second where the draft works ahead, by proposed tokens."""
+    speeds = rounds.speeds[:1]
+    for count in range(1, len(rounds.seconds)):
+        hit = rounds.steps.predict_hit(count, rounds.steps.draft)
+        speeds.append(rounds.tokens[count] / (hit_rate * hit + (1.0 - hit_rate) * rounds.seconds[count]))
+    return speeds
 
 
 # ---- how many clients targets serve when their drafts are elsewhere, and how many drafts they need
@@ -233,15 +257,23 @@ class Fleet:
     """Tokens of a proposal (K), above 0."""
     draft_per_8_rows: float = 0.0
     """Share by which a draft step takes longer for each 8 sequences more."""
+    _target: StepModel = field(init=False)
+    _draft: StepModel = field(init=False)
+
+    def __post_init__(self) -> None:
+        times = self.times
+        target = StepModel(_profile(times.verify_seconds, times.per_8_rows))
+        draft = StepModel(_profile(times.draft_step_seconds, self.draft_per_8_rows))
+        object.__setattr__(self, "_target", target)
+        object.__setattr__(self, "_draft", draft)
 
     def draft_step_seconds(self, sequences: float) -> float:
         """Seconds of a draft step with so many sequences."""
-        return self.times.draft_step_seconds * (1.0 + self.draft_per_8_rows * max(sequences - 1.0, 0.0) / 8.0)
+        return self._draft.predict(max(sequences, 1.0), 1)
 
     def verify_seconds(self, batch: float) -> float:
         """Seconds of a target step with so many clients."""
-        seconds: float = self.times.verification_seconds(max(batch, 1.0) * (self.proposed + 1))
-        return seconds
+        return self._target.predict(max(batch, 1.0), self.proposed + 1)
 
     @property
     def tokens_per_round(self) -> float:
@@ -261,7 +293,7 @@ class Fleet:
         drafts = self.drafts if drafts is None else drafts
         each = clients / self.targets
         if drafts == 0:
-            step: float = self.times.verification_seconds(max(each, 1.0))
+            step = self._target.predict(max(each, 1.0), 1)
             return (step + self.times.round_trip_seconds) * self.tokens_per_round
         period = self.together_seconds(each)
         for _ in range(16):

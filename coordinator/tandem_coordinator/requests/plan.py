@@ -359,7 +359,7 @@ def _auto_rule(settings: CoordinatorSettings, request: GenerationRequest, choose
 def can_draft_ahead(rule: AcceptanceRule, draft: ModelInfo | None) -> bool:
     """True if the draft has a model, and can tell which outcomes are likely. One that is bound to its target needs what
     the verification computes."""
-    if draft is None or not draft.drafts_ahead or draft.drafting_method:
+    if draft is None or not draft.has_model or draft.drafting_method:
         return False
     strategy = rule.strategy
     return strategy.draft_row_kind in (RowKind.TOKEN, RowKind.SUPPORT) and not strategy.needs_token_logits

@@ -7,12 +7,13 @@ decisions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.model.speculation_state import DecidingFigure, SpeculationDecision, SpeculationState
 from tandem.model.types import SpeculationStats
 from tandem_coordinator.controller import ALONE, LoadDecision, Mode, RequestController, SpeculationController
+from tandem_coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS
 
 DISABLED = "switched off (tandem admin config set speculation true)"
 STARTING = "the coordinator is starting"
@@ -59,6 +60,38 @@ def describe_decisions(controller: SpeculationController) -> Iterator[Speculatio
     """Decisions for each target, kind and load seen so far."""
     for (target, _, _), decision in controller.decisions.items():
         yield _describe(target, decision)
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A longest proposal with which requests would be faster than now, as the controller predicts."""
+
+    num_speculative_tokens: int
+    """0: the target alone."""
+    load: int
+    """Sequences that share the target."""
+    gain_now: float
+    """Predicted tokens per second of present rounds, over those of the target alone."""
+    gain_then: float
+
+
+def advise(controller: SpeculationController) -> Advice | None:
+    """What the controller predicts where most of the time was spent; None while nothing was measured."""
+    seen = [decision for decision in controller.decisions.values() if decision.measured_seconds]
+    if not seen:
+        return None
+    decision = max(seen, key=lambda decision: decision.measured_seconds)
+    most = min(2 * decision.terms.max_tokens, MAX_SPECULATIVE_TOKENS)
+    terms = decision.terms._replace(max_tokens=most, is_adaptive=True)
+    free = LoadDecision(decision.costs, decision.gains, terms, decision.load)
+    alone = free.predict_speed(ALONE)
+    best = max(free.best.values(), key=free.predict_speed)
+    return Advice(
+        best.tokens,
+        decision.load,
+        gain_now=decision.predict_speed(decision.plan) / alone,
+        gain_then=free.predict_speed(best) / alone,
+    )
 
 
 def _describe(target: str, decision: LoadDecision) -> SpeculationDecision:

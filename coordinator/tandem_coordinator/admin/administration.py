@@ -21,7 +21,7 @@ from tandem_coordinator.replicas.registry import ReplicaRegistry
 from tandem_coordinator.requests.plan import names_auto
 from tandem_coordinator.requests.runner import ActiveRequest, RequestRunner
 from tandem_coordinator.settings.live import LiveConfig
-from tandem_coordinator.speculation_report import describe_decisions, of_coordinator
+from tandem_coordinator.speculation_report import advise, describe_decisions, of_coordinator
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,9 @@ class Administration:
 
     async def diagnose(self) -> admin.Diagnosis:
         status = await self.status()
-        return admin.Diagnosis(status.version, status.time, tuple(diagnose(status, self.live_config.current)))
+        advice = advise(self._completions.speculation)
+        findings = diagnose(status, self.live_config.current, advice)
+        return admin.Diagnosis(status.version, status.time, tuple(findings))
 
 
 RequestT = TypeVar("RequestT", ActiveRequest, admin.RequestReport)

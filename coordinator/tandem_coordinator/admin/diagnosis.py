@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from statistics import fmean
 
 from tandem import __version__
 from tandem.acceptance.strategies import STRATEGIES
@@ -17,18 +16,19 @@ from tandem.plural import plural
 from tandem.rpc.addresses import is_local
 from tandem_coordinator.replicas.compatibility import MODEL_RULES, Deployment
 from tandem_coordinator.settings.coordinator import CoordinatorSettings
-from tandem_coordinator.stats.speculation import acceptance_rate, cumulative_rates
+from tandem_coordinator.speculation_report import Advice
+from tandem_coordinator.stats.speculation import acceptance_rate
 
 ENOUGH_TOKENS = 200
 """Proposed tokens below which nothing is said about acceptance: a rate has a standard error of 3.5 % then."""
 SLOW_ROUND_TRIP_SECONDS = 0.005
 """A round trip that takes longer is worth a word, and so is one that takes a good part of the target's step."""
 LOW_ACCEPTANCE_RATE = 0.3
-"""A rate below this is called low while step times are unknown."""
+"""A rate below this is called low while nothing was predicted."""
 GOOD_ACCEPTANCE_RATE = 0.5
 """At this rate or above, drafting that does not pay is slow rather than inaccurate."""
 WORTHWHILE = 1.05
-"""Another number of speculative tokens is suggested when it promises this factor or more."""
+"""Another length is suggested when it is predicted to make this factor or more."""
 
 _ADVICE = {
     ReplicaState.CONNECTING: "start it there, or correct the address; the coordinator keeps trying",
@@ -39,8 +39,10 @@ _ADVICE = {
 }
 
 
-def diagnose(status: Status, settings: CoordinatorSettings) -> Iterator[Finding]:
-    """All findings."""
+def diagnose(
+    status: Status, settings: CoordinatorSettings, advice: Advice | None = None
+) -> Iterator[Finding]:
+    """All findings, with the controller's advice where it has any."""
     targets = [each for each in status.replicas if each.role is Role.TARGET]
     drafts = [each for each in status.replicas if each.role is Role.DRAFT]
     yield _targets(status, targets)
@@ -59,7 +61,7 @@ def diagnose(status: Status, settings: CoordinatorSettings) -> Iterator[Finding]
     yield from _speculation(status)
     yield _rule(status)
     yield _load(status, settings)
-    yield acceptance(status)
+    yield judge_acceptance(status, settings, advice)
     yield _transport(status, settings)
 
 
@@ -179,32 +181,37 @@ def _load(status: Status, settings: CoordinatorSettings) -> Finding:
     return Finding.warning("load", words, advice)
 
 
-def acceptance(status: Status) -> Finding:
-    """Find whether speculation pays, and the best number of proposed tokens."""
-    stats, tokens = status.speculation, status.settings.num_speculative_tokens
+def judge_acceptance(status: Status, settings: CoordinatorSettings, advice: Advice | None) -> Finding:
+    """Find whether speculation pays, and whether another length would pay more."""
+    stats = status.speculation
     if stats.drafted < ENOUGH_TOKENS:
         few = f"{plural(stats.drafted, 'token')} proposed so far: too few to judge"
         return Finding.ok("acceptance", f"{few} ({ENOUGH_TOKENS} are enough)")
     rate = acceptance_rate(stats)
     words = f"{rate:.0%} of {stats.drafted:,} proposed tokens"
-    cost = relative_cost(status.replicas, tokens)
-    if cost is None:
+    if advice is None:
         if rate >= LOW_ACCEPTANCE_RATE:
             return Finding.ok("acceptance", words)
         return Finding.warning("acceptance", f"{words} is low", _BETTER_DRAFT)
-    rates = cumulative_rates(stats)
-    best = max(range(len(rates) + 1), key=lambda count: gain(rates[:count], cost))
-    now, then = gain(rates[:tokens], cost), gain(rates[:best], cost)
-    words = f"{words}; step times allow about {now:.2f} times the speed of the target alone"
-    if then < WORTHWHILE * now or best == tokens:
-        return Finding.ok("acceptance", words) if now > 1.0 else Finding.warning("acceptance", words)
-    if best == 0:
+    words = (
+        f"{words}; predicted {advice.gain_now:.2f} times the speed of the target alone at batch {advice.load}"
+    )
+    is_adaptive = settings.speculation_policy == "adaptive"
+    is_longer = advice.num_speculative_tokens > settings.num_speculative_tokens
+    if advice.gain_then < WORTHWHILE * advice.gain_now or (is_adaptive and not is_longer):
+        return Finding.ok("acceptance", words)
+    then = f"about {advice.gain_then:.2f} times"
+    if advice.num_speculative_tokens == 0:
         # A draft that guesses well does not pay because it is slow.
         cause = _FASTER_DRAFT if rate >= GOOD_ACCEPTANCE_RATE else _BETTER_DRAFT
-        advice = f"{cause}; until then: tandem admin config set speculation false"
+        better = f"{cause}; until then: tandem admin config set speculation false"
+    elif is_longer:
+        better = (
+            f"{then} with: tandem admin config set num_speculative_tokens {advice.num_speculative_tokens}"
+        )
     else:
-        advice = f"about {then:.2f} times with: tandem admin config set num_speculative_tokens {best}"
-    return Finding.warning("acceptance", words, advice)
+        better = f"{then} with: tandem admin config set speculation_policy adaptive"
+    return Finding.warning("acceptance", words, better)
 
 
 _FASTER_DRAFT = (
@@ -213,24 +220,6 @@ _FASTER_DRAFT = (
 )
 
 _BETTER_DRAFT = "use a draft that is trained on such text, or ngram or suffix drafting for text that repeats"
-
-
-def relative_cost(replicas: Sequence[ReplicaSnapshot], num_speculative_tokens: int) -> float | None:
-    """Time to draft one token, as a share of the time that the target takes to verify; None when not measured."""
-    steps = {role: [each.step_seconds or 0.0 for each in replicas if each.role is role] for role in Role}
-    known = {role: [seconds for seconds in times if seconds] for role, times in steps.items()}
-    if not all(known.values()):
-        return None
-    return fmean(known[Role.DRAFT]) / num_speculative_tokens / fmean(known[Role.TARGET])
-
-
-def gain(cumulative: Sequence[float], cost: float) -> float:
-    """Expected speed-up over the target alone (Leviathan et al. 2023, arXiv 2211.17192, Theorem 3.8).
-
-    `cumulative` is the share of accepted tokens at each position of a proposal, shape [K]; `cost` the time to draft one
-    token over the time to verify a proposal, which is taken not to depend on K.
-    """
-    return (1.0 + sum(cumulative)) / (1.0 + len(cumulative) * cost)
 
 
 def _transport(status: Status, settings: CoordinatorSettings) -> Finding:

@@ -140,8 +140,9 @@ def mean_acceptance_length(stats: SpeculationStats) -> float:
 
 
 def cumulative_rates(stats: SpeculationStats) -> list[float]:
-    """For each position: of the tokens proposed there, the share that was accepted."""
-    return [_share(position.accepted, position.drafted) for position in stats.positions]
+    """For each position: of all proposals, those that were too short for it included, the share in which the token
+    there was accepted. It never rises with the position."""
+    return [_share(position.accepted, proposals(stats)) for position in stats.positions]
 
 
 def conditional_rates(stats: SpeculationStats) -> list[float]:

@@ -21,9 +21,9 @@ from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role, is_last_ta
 from tandem.model.speculation_state import SpeculationState
 from tandem.model.types import Coverage, ModelInfo, PositionStats, SpeculationStats
 from tandem_coordinator.admin.administration import state_of
-from tandem_coordinator.admin.diagnosis import acceptance, diagnose, relative_cost
+from tandem_coordinator.admin.diagnosis import diagnose, judge_acceptance
 from tandem_coordinator.settings.coordinator import CoordinatorSettings
-from tandem_coordinator.stats.speculation import cumulative_rates
+from tandem_coordinator.speculation_report import Advice
 from tests.unit.coordinator.cli.samples import NOW, SPECULATION_OFF
 
 MODEL = ModelInfo("big", "LlamaForCausalLM", 100, "same", 64, "float32", (1,), __version__, 7)
@@ -152,27 +152,48 @@ def test_the_finding_describes_the_rule() -> None:
     assert "not distributed" in found(status(TARGET, DRAFT, rule="typical-acceptance"), "rule")[0].detail
 
 
+FIXED = SETTINGS.model_copy(update={"speculation_policy": "fixed"})
+
+
 @pytest.mark.parametrize(
-    ("stats", "step_seconds", "severity", "words"),
+    ("advice", "settings", "severity", "words"),
     [
-        (figures(0, 0, of=20), 0.004, Severity.OK, "too few to judge"),
-        (figures(20, 1, 0, 0), 0.004, Severity.WARNING, "tandem admin config set speculation false"),
-        # The first token is nearly free and nearly always right; the other three are paid for and thrown away.
-        (figures(900, 90, 9, 1), 0.020, Severity.WARNING, "tandem admin config set num_speculative_tokens 1"),
+        (None, SETTINGS, Severity.OK, "59% of 4,000 proposed tokens"),
+        (
+            Advice(6, 1, 1.5, 1.53),
+            SETTINGS,
+            Severity.OK,
+            "predicted 1.50 times the speed of the target alone",
+        ),
+        (
+            Advice(6, 1, 1.5, 1.6),
+            SETTINGS,
+            Severity.WARNING,
+            "tandem admin config set num_speculative_tokens 6",
+        ),
+        (Advice(1, 1, 1.0, 1.1), SETTINGS, Severity.OK, "predicted 1.00 times"),
+        (
+            Advice(1, 1, 1.0, 1.1),
+            FIXED,
+            Severity.WARNING,
+            "tandem admin config set speculation_policy adaptive",
+        ),
+        (Advice(0, 1, 0.9, 1.0), FIXED, Severity.WARNING, "tandem admin config set speculation false"),
     ],
 )
-def test_acceptance_is_judged_by_what_drafting_gains(
-    stats: SpeculationStats, step_seconds: float, severity: Severity, words: str
+def test_advice_is_what_the_controller_predicts_where_it_is_worth_it(
+    advice: Advice | None, settings: CoordinatorSettings, severity: Severity, words: str
 ) -> None:
-    finding = acceptance(status(TARGET, replace(DRAFT, step_seconds=step_seconds), stats=stats))
+    finding = judge_acceptance(status(TARGET, DRAFT), settings, advice)
     assert finding.severity is severity
     assert words in finding.detail + finding.advice
 
 
-def test_the_cost_of_a_draft_token_is_measured_in_verifications() -> None:
-    assert relative_cost((TARGET, DRAFT), 4) == pytest.approx(0.004 / 4 / 0.020)
-    assert relative_cost((TARGET,), 4) is None
-    assert cumulative_rates(figures(800, 640)) == [0.8, 0.64]
+def test_of_few_proposals_or_a_low_rate_without_predictions_it_says_so() -> None:
+    few = judge_acceptance(status(TARGET, DRAFT, stats=figures(0, 0, of=20)), SETTINGS, None)
+    assert "too few to judge" in few.detail
+    low = judge_acceptance(status(TARGET, DRAFT, stats=figures(20, 1, 0, 0)), SETTINGS, None)
+    assert "is low" in low.detail
 
 
 def test_the_last_target_is_the_only_one_that_takes_sequences() -> None:

@@ -242,6 +242,17 @@ def test_a_small_gain_is_not_called_a_loss() -> None:
     assert with_draft.value >= alone.value
 
 
+@pytest.mark.parametrize(("step", "accepted", "tokens"), [(0.0001, K, 2 * K), (0.001, 1, 1), (0.02, 0, 0)])
+def test_advice_is_the_best_length_up_to_twice_the_longest(step: float, accepted: int, tokens: int) -> None:
+    controller = profiled(step)
+    assert report.advise(controller) is None
+    simulate(begun(controller, is_adaptive=False), 300, step / 0.01, accepted)
+    advice = report.advise(controller)
+    assert advice is not None
+    assert advice.num_speculative_tokens == tokens
+    assert advice.gain_then > advice.gain_now
+
+
 def test_a_draft_that_finds_no_match_is_not_called_too_slow_for_the_completion() -> None:
     on = report.on(2)
     assert report.at_the_end(on, SpeculationStats(rounds=1)).reason == report.TOO_SHORT

@@ -69,6 +69,15 @@ def test_rates_per_position_of_max_and_vllm() -> None:
     assert acceptance_rate(EXAMPLE) == 145 / 160
 
 
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6), st.integers(0, 6)), min_size=1))
+def test_a_cumulative_rate_never_rises_with_the_position(rounds: list[tuple[int, int, int]]) -> None:
+    """However long each proposal was."""
+    rates = cumulative_rates(
+        counted(*((count, drafted, min(kept, drafted)) for count, drafted, kept in rounds))
+    )
+    assert rates == sorted(rates, reverse=True)
+
+
 def test_a_position_that_was_never_reached_has_rate_zero() -> None:
     stats = counted((5, 3, 0))
     assert conditional_rates(stats) == [0.0, 0.0, 0.0]

@@ -761,10 +761,11 @@ class SpeculationController:
         """The decision for requests on these terms at a load."""
         key = target, terms, load_class(load)
         if key not in self.decisions:
-            self.decisions[key] = self._begin_decision(target, terms, load)
+            self.decisions[key] = self.predict(target, terms, load)
         return self.decisions[key]
 
-    def _begin_decision(self, target: str, terms: Terms, load: int) -> LoadDecision:
+    def predict(self, target: str, terms: Terms, load: int) -> LoadDecision:
+        """What would be decided. No request follows it."""
         pair = target, terms.kind.draft
         if pair not in self._costs:
             self._costs[pair] = CostModel(self._services[target], self._services[terms.kind.draft])
@@ -779,7 +780,7 @@ class SpeculationController:
 
         def predict_speed(name: str) -> float:
             kind = request_kind(draft, name, temperature)
-            decision = self._begin_decision(
+            decision = self.predict(
                 target, terms._replace(kind=kind), self.decisions[target, terms, near].load
             )
             return decision.predict_best(RULE_OPTIMISM)

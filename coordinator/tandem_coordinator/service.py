@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import grpc.aio
 
+from tandem.acceptance.strategies import GREEDY
 from tandem.errors import ServiceUnavailableError
 from tandem.model.admin import Status
 from tandem.model.grammar import Grammars
@@ -19,6 +20,7 @@ from tandem.telemetry.settings import is_observed
 from tandem.v1 import admin_pb2, generation_pb2, generation_pb2_grpc
 from tandem_coordinator.admin.administration import Administration
 from tandem_coordinator.admin.servicer import AdminServicer
+from tandem_coordinator.controller import Terms, request_kind
 from tandem_coordinator.decoding.tokenization import PromptEncoder, read_tokenizer
 from tandem_coordinator.http.chat import Chats
 from tandem_coordinator.replicas.registry import ReplicaRegistry
@@ -28,7 +30,7 @@ from tandem_coordinator.requests.runner import RequestRunner
 from tandem_coordinator.servicer import GenerationServicer, admitted
 from tandem_coordinator.settings.coordinator import CoordinatorSettings
 from tandem_coordinator.settings.live import LiveConfig
-from tandem_coordinator.speculation_report import describe_decisions
+from tandem_coordinator.speculation_report import describe_decisions, forecast
 from tandem_coordinator.telemetry.observer import Observer, State
 
 if TYPE_CHECKING:
@@ -113,6 +115,26 @@ class CoordinatorService(Service):
         }
         described = {"model": target_info.name, "sampling_defaults": str(defaults)}
         logger.info("services joined", extra={**joined, **described})
+        if doubt := self._forecast():
+            announce(f"tandem coordinator: {doubt}")
+
+    def _forecast(self) -> str:
+        """A sentence where drafting is predicted not to pay for a request by itself, with the options as they are."""
+        settings = self._settings
+        target = self.replicas.targets.choose()
+        draft = self.replicas.drafts.choose()
+        if not settings.speculation or target is None or draft is None or draft.model is None:
+            return ""
+        controller = self.completions.speculation
+        controller.introduce(target.address, target.model, target.round_trip.value)
+        controller.introduce(draft.model.name, draft.model, draft.round_trip.value)
+        terms = Terms(
+            request_kind(draft.model.name, GREEDY.name, 0.0),
+            settings.num_speculative_tokens,
+            draft_ahead=settings.draft_ahead if draft.model.drafts_ahead else "off",
+            leads=settings.target_lead > 0,
+        )
+        return forecast(controller.predict(target.address, terms, 1))
 
     def _wait_for(self, services: str) -> None:
         logger.info("waiting", extra={"for": services})

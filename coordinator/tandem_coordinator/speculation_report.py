@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.model.speculation_state import DecidingFigure, SpeculationDecision, SpeculationState
 from tandem.model.types import SpeculationStats
+from tandem.plural import plural
 from tandem_coordinator.controller import ALONE, LoadDecision, Mode, RequestController, SpeculationController
 from tandem_coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS
 
@@ -119,6 +120,16 @@ def _describe(target: str, decision: LoadDecision) -> SpeculationDecision:
         message_seconds=asked_ratio * (steps.target_question + steps.draft_question),
         ahead_outcomes=decision.plan.outcomes,
         alone_message_seconds=0.0 if steps.leads else alone_ratio * steps.target_question,
+    )
+
+
+def forecast(decision: LoadDecision) -> str:
+    """A sentence where drafting is predicted not to pay before any round was measured; empty otherwise."""
+    if decision.plan.tokens or not decision.costs.is_profiled:
+        return ""
+    return (
+        f"drafting is not expected to pay on this machine: {decision.gain:.2f} times the speed of the target alone, "
+        f"with {plural(decision.compared.tokens, 'token')} proposed; few rounds will draft, to see whether it does"
     )
 
 

@@ -17,7 +17,7 @@ from tandem.clients.client import Client
 from tandem.config.layers import Origin
 from tandem.errors import InvalidRequestError, ServiceUnavailableError
 from tandem.model.speculation_state import SpeculationState
-from tandem.model.types import GenerationRequest
+from tandem.model.types import GenerationRequest, StepProfile
 from tandem_coordinator import speculation_report as report
 from tests.service.clients import complete
 from tests.service.fakes import Fake, FakeDraft, FakeTarget, fleet, paced
@@ -137,3 +137,17 @@ async def test_an_administrator_can_switch_speculation_off_and_on_and_drain_the_
         assert (await client.complete(REQUEST)).speculation.drafted > 0
         await admin.drain(draft)
         assert await told(client, REQUEST) == [report.off(report.NONE_READY)] * 3
+
+
+@pytest.mark.parametrize(("draft_seconds", "is_said"), [(0.0005, False), (0.02, True)])
+async def test_a_start_says_where_drafting_is_not_expected_to_pay(
+    draft_seconds: float, is_said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the first request: by the profiles alone."""
+    services = FakeTarget(), FakeDraft()
+    for fake, seconds in zip(services, (0.01, draft_seconds), strict=True):
+        profile = StepProfile({(count, tokens): seconds for count in (1, 8) for tokens in (1, 5)})
+        fake.model_info = replace(fake.model_info, step_profile=profile)
+    async with fleet(*services):
+        pass
+    assert ("tandem coordinator: drafting is not expected to pay" in capsys.readouterr().out) is is_said

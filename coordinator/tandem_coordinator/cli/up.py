@@ -538,6 +538,23 @@ def _phase_number(phase: str) -> int:
     return next((index for index, words in enumerate(_PHASES, 1) if phase.startswith(words)), 0)
 
 
+_HTTP, _DRAFTING, _READY = "http on ", "drafting ", "ready on "
+"""How the coordinator's news begin that are passed on. The last one ends its start."""
+
+
+async def read_start(coordinator: Child) -> dict[str, str]:
+    """The news of a coordinator's start by how they begin: the rest of each line."""
+    news: dict[str, str] = {}
+    async for line in coordinator.lines():
+        words = line.removeprefix("tandem coordinator: ")
+        for mark in (_HTTP, _DRAFTING, _READY):
+            if words.startswith(mark):
+                news[mark] = words.removeprefix(mark)
+        if _READY in news:
+            return news
+    raise ServiceUnavailableError(await coordinator.obituary())
+
+
 class _Cluster:
     """The services while they run. A terminal has a bar with their phases, elsewhere each phase has a line."""
 
@@ -626,11 +643,13 @@ class _Cluster:
     async def _tell_when_ready(self, coordinator: Child) -> None:
         """End the start with its address, the page and the next command."""
         with suppress(ServiceUnavailableError):  # its end is told otherwise
-            # In the order of its output.
-            url = await coordinator.line("http on ") if "--http-port" in self._arguments.coordinator else None
-            address = await coordinator.line("ready on ")
+            news = await read_start(coordinator)
+            address = news[_READY]
+            url = news.get(_HTTP)
             self._end_phases()
             announce(f"tandem up: ready on {address}")
             if url is not None:
                 announce(f"tandem up: page on {url}/ (OpenAI's API under {url}/v1)")
+            if _DRAFTING in news:
+                announce(f"tandem up: {_DRAFTING}{news[_DRAFTING]}")
             announce(f"tandem up: next, in another terminal: {next_command(address, self._arguments.model)}")

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ import pytest
 
 from tandem.config.layers import _kind
 from tandem.config.settings import ServerSettings, load_settings
-from tandem.errors import ConfigurationError
+from tandem.errors import ConfigurationError, ServiceUnavailableError
 from tandem.model_sources import bundled
+from tandem.serving.children import Child
 from tandem_bound.service import BoundService
 from tandem_coordinator.cli.serve import package_of
-from tandem_coordinator.cli.up import UpOptions, not_read, service_arguments, unequal_lengths
+from tandem_coordinator.cli.up import UpOptions, not_read, read_start, service_arguments, unequal_lengths
 from tandem_coordinator.settings.coordinator import CoordinatorSettings
 from tandem_draft.service import DraftService
 from tandem_draft.settings import DraftSettings
@@ -26,6 +28,28 @@ from tandem_target.service import TargetService
 from tandem_target.settings import TargetSettings
 from tests.commands import Commands
 from tests.paths import DEMO_DRAFT, DEMO_EAGLE3, DEMO_TARGET, SMOLLM2_EAGLE3
+
+
+class Speaker(Child):
+    """A child that has written these lines."""
+
+    def __init__(self, *lines: str) -> None:  # no process
+        self._lines = lines
+
+    async def lines(self) -> AsyncIterator[str]:
+        for line in self._lines:
+            yield line
+
+    async def obituary(self) -> str:
+        return "the coordinator service ended with exit code 2"
+
+
+async def test_the_news_of_a_start_are_read_in_any_order() -> None:
+    said = ("tandem coordinator: drafting is slow", "tandem coordinator: http on http://a:1")
+    news = await read_start(Speaker(*said, "noise", "tandem coordinator: ready on a:2", "later"))
+    assert news == {"drafting ": "is slow", "http on ": "http://a:1", "ready on ": "a:2"}
+    with pytest.raises(ServiceUnavailableError, match="exit code 2"):
+        await read_start(Speaker(*said))
 
 
 def value(words: list[str] | None, option: str) -> str | None:

@@ -253,6 +253,15 @@ def test_advice_is_the_best_length_up_to_twice_the_longest(step: float, accepted
     assert advice.gain_then > advice.gain_now
 
 
+@pytest.mark.parametrize(("step", "words"), [(0.0005, ""), (0.02, "not expected to pay on this machine: 0.")])
+def test_where_a_draft_is_too_slow_the_start_says_so(step: float, words: str) -> None:
+    decision = profiled(step).predict("target", Terms(KIND, K), 1)
+    assert words in report.forecast(decision)
+    assert bool(words) is bool(report.forecast(decision))
+    unknown = SpeculationController().predict("target", Terms(KIND, K), 1)
+    assert report.forecast(unknown) == ""
+
+
 def test_a_draft_that_finds_no_match_is_not_called_too_slow_for_the_completion() -> None:
     on = report.on(2)
     assert report.at_the_end(on, SpeculationStats(rounds=1)).reason == report.TOO_SHORT

@@ -1,7 +1,7 @@
 """Tandem's own loop with both models in one process and no gRPC: the floor for what the split costs.
 
-`tandem_coordinator.decoding.loop.generate` with the services' own proposer and verifier, called directly
-instead of over gRPC.
+`tandem_coordinator.rounds.session.RoundSession` with the services' own proposer and verifier, called directly instead
+of over gRPC.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import time
 import uuid
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,28 @@ from benchmarks.contenders import requests_of
 from benchmarks.pace import Pace
 from benchmarks.peers import PHASES, Answer, Outcome, Run, Workload, serve
 from tandem.config.settings import load_settings
-from tandem.model.types import GenerationRequest, Proposal, ProposeStep, SpeculationStats, Verification
+from tandem.model.types import (
+    DraftedOutcomes,
+    GenerationRequest,
+    Lead,
+    Proposal,
+    ProposeStep,
+    SpeculationStats,
+    Verification,
+)
 from tandem.scopes import CallerScopes
 from tandem.serving.server import set_start_aside
 from tandem_coordinator.decoding.completion import Completion
-from tandem_coordinator.decoding.loop import generate
-from tandem_coordinator.decoding.rounds import RequestRounds
 from tandem_coordinator.decoding.tokenization import PromptEncoder
+from tandem_coordinator.outcomes import AWAY, IDLE, Away, Coming, Idle
 from tandem_coordinator.requests.plan import Models, Plan, make_plan
+from tandem_coordinator.rounds.events import RequestEvents
+from tandem_coordinator.rounds.question import Asked
+from tandem_coordinator.rounds.session import RoundSession, SessionPolicy, TargetAlone
 from tandem_coordinator.settings.coordinator import CoordinatorSettings
+from tandem_coordinator.stats.rounds import RoundEnded, RoundPlan, RoundTally
 from tandem_coordinator.stats.speculation import add
+from tandem_coordinator.telemetry.observer import RequestObserver
 from tandem_coordinator.transport.streams import RemoteSequence
 from tandem_draft.proposers import DraftedSequence
 from tandem_draft.proposers.standalone import load_standalone
@@ -39,43 +50,83 @@ from tandem_target.settings import TargetSettings
 from tandem_target.verifier import VerifiedSequence, load_verifier
 
 
-class Local:
-    """Calls proposer and verifier as `DraftSequence` and `TargetSequence` ask the services: the first round only reads
-    the prompt."""
+class LocalDraft:
+    """The draft of a request, in this process. The first round only lets it read the prompt."""
 
-    def __init__(
-        self, drafted: DraftedSequence, verified: VerifiedSequence, plan: Plan, rounds: RequestRounds
-    ) -> None:
-        self._drafted, self._verified = drafted, verified
-        self._plan, self._rounds = plan, rounds
-        self._draft_knows, self._target_knows = RemoteSequence(), RemoteSequence()
+    address: str | None = None
+    is_ahead = False
+    usual_seconds = 0.0
+
+    def __init__(self, drafted: DraftedSequence) -> None:
+        self._drafted = drafted
+        self._knows = RemoteSequence()
         self._reading: asyncio.Task[Proposal] | None = None
 
-    async def propose(self, completion: Completion) -> Proposal:
-        count = min(self._plan.num_speculative_tokens, completion.room - 1)
-        if count <= 0:
-            return Proposal(completion.length)
+    def limit(self, completion: Completion, tokens: int) -> int:
+        return tokens
+
+    def rest(self, completion: Completion, plan: RoundPlan) -> None: ...
+
+    def outcome(self, completion: Completion, target_address: str | None) -> Idle | Away:
         if self._reading is None:
             self._reading = asyncio.create_task(self._step(completion, 0))
-            return Proposal(completion.length)
-        await self._reading
-        return await self._step(completion, count)
+            return AWAY
+        return IDLE
+
+    async def finished(self, completion: Completion, coming: Coming, tokens: int) -> Proposal:
+        return coming.proposal
+
+    async def ask(self, completion: Completion, tokens: int, plan: RoundPlan) -> Asked:
+        if self._reading is not None:
+            await self._reading
+        return Asked(await self._step(completion, tokens))
+
+    def verifying(self, completion: Completion, proposal: Proposal, plan: RoundPlan) -> None: ...
 
     async def finish(self) -> None:
         """Let the prompt be read to its end before the sequence goes."""
         if self._reading is not None:
             await self._reading
 
-    async def _step(self, completion: Completion, count: int) -> Proposal:
-        step = ProposeStep(self._draft_knows.delta_to(completion.token_ids), count)
+    async def _step(self, completion: Completion, tokens: int) -> Proposal:
+        step = ProposeStep(self._knows.delta_to(completion.token_ids), tokens)
         return await self._drafted.propose(step) or Proposal(completion.length)
 
-    async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
-        self._rounds.proposed()
-        delta = self._target_knows.delta_to(completion.token_ids, proposal.token_ids)
-        verification = await self._verified.verify(self._plan.rule.step(delta, proposal, self._plan.row_kind))
-        self._rounds.verified(0.0, len(proposal), verification, is_first=False)
-        return verification
+
+class LocalTarget:
+    """The target of a request, in this process."""
+
+    address: str | None = None
+    has_read = False
+
+    def __init__(self, verified: VerifiedSequence, plan: Plan) -> None:
+        self._verified = verified
+        self._plan = plan
+        self._knows = RemoteSequence()
+
+    async def verify(self, completion: Completion, proposal: Proposal, lead: Lead) -> Verification:
+        delta = self._knows.delta_to(completion.token_ids, proposal.token_ids)
+        return await self._verified.verify(self._plan.rule.step(delta, proposal, self._plan.row_kind))
+
+    def begun(self, completion: Completion) -> None:
+        return None
+
+    def pass_on(self, outcomes: DraftedOutcomes) -> None: ...
+
+
+class Fixed(TargetAlone):
+    """Has each round propose as many tokens as were set."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+
+    def begin_round(self, load: int, target_address: str | None) -> RoundPlan:
+        return RoundPlan(self._tokens)
+
+
+def count_one(target_address: str | None) -> int:
+    """As if each sequence had the target to itself: nothing is decided by it."""
+    return 1
 
 
 def load(setup: dict[str, Any]) -> Run:
@@ -111,26 +162,40 @@ def load(setup: dict[str, Any]) -> Run:
 
         async def one(request: GenerationRequest) -> Answer:
             plan = await make_plan(request, uuid.uuid4().hex, settings, served, scopes)
-            completion, answer, proposed_before = plan.begin(), Answer(), False
+            completion = plan.begin()
+            answer = Answer()
+            tally = RoundTally()
             known = completion.length
+            proposed_before = False
+
+            def timed(ended: RoundEnded) -> None:
+                nonlocal proposed_before
+                # The first one waits until the draft has read the prompt
+                if ended.proposed and proposed_before:
+                    for phase, spent in ended.times.phases.items():
+                        phases[phase].append(spent)
+                proposed_before |= ended.proposed > 0
+
             async with (
                 draft.sequence(replace(plan.draft_options(), scope=scopes.prefix)) as drafted,
                 target.sequence(plan.target_options()) as verified,
             ):
-                rounds = RequestRounds()
-                models = Local(drafted, verified, plan, rounds)
-                accept = rounds.timed(partial(plan.accept, completion))
-                chunks = generate(completion, models, models, accept)
-                async for chunk, result in rounds.results(chunks):
-                    # The first one waits until the draft has read the prompt
-                    if chunk.proposed and proposed_before:
-                        for phase, spent in result.times.phases.items():
-                            phases[phase].append(spent)
-                    proposed_before |= chunk.proposed > 0
+                local = LocalDraft(drafted)
+                session = RoundSession(
+                    completion,
+                    local,
+                    LocalTarget(verified, plan),
+                    Fixed(plan.num_speculative_tokens),
+                    plan.accept,
+                    RequestEvents(plan.request_id, RequestObserver(), (tally.add_round, timed)),
+                    SessionPolicy(),
+                    count_one,
+                )
+                async for _ in session.rounds():
                     answer.add(time.perf_counter() - started, completion.token_ids[known:])
                     known = completion.length
-                await models.finish()
-            add(stats, completion.stats)
+                await local.finish()
+            add(stats, tally.stats())
             return answer
 
         answers = await asyncio.gather(*map(one, requests_of(workload)))

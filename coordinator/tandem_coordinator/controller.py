@@ -17,13 +17,13 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
 from tandem.acceptance.strategies import GREEDY, STRICT
-from tandem.model.types import MAX_AHEAD_TOKENS, AheadBudget, ModelInfo, StepProfile
-from tandem_coordinator.stats.rounds import RoundCost, RoundResult
+from tandem.model.types import AheadBudget, ModelInfo, StepProfile
+from tandem_coordinator.outcomes import Coming
+from tandem_coordinator.stats.rounds import Mode, RoundCost, RoundEnded, RoundPlan
 from tandem_coordinator.stats.speculation import MovingMedian
 
 PRIOR_RATE = 0.6
@@ -116,53 +116,7 @@ class Terms(NamedTuple):
         return RoundPlan(self.max_tokens, self.outcomes[-1]).ahead_budget
 
 
-class Mode(Enum):
-    """How a round is made."""
-
-    ALONE = auto()
-    """By the target alone."""
-    ASKED = auto()
-    """The draft is asked for a proposal, then the target verifies it."""
-    AHEAD = auto()
-    """The draft has worked ahead while the target verified, and is asked only where another outcome came."""
-
-
-class RoundPlan(NamedTuple):
-    """What a round is to do."""
-
-    tokens: int
-    """Tokens to propose (K); 0: the target works alone."""
-    outcomes: int = 0
-    """Outcomes of its verification that the draft works ahead for; 0: none."""
-
-    @property
-    def mode(self) -> Mode:
-        if not self.tokens:
-            return Mode.ALONE
-        return Mode.AHEAD if self.outcomes else Mode.ASKED
-
-    @property
-    def ahead_budget(self) -> AheadBudget | None:
-        """How far the draft is to work ahead; None for not at all."""
-        if self.mode is not Mode.AHEAD:
-            return None
-        return AheadBudget(self.outcomes, min(self.tokens, MAX_AHEAD_TOKENS))
-
-
 ALONE = RoundPlan(0)
-
-
-class Unfinished(NamedTuple):
-    """A continuation that the draft is still drafting."""
-
-    ready: int
-    """Tokens that are there."""
-    max_tokens: int
-    """Tokens that it will have."""
-    due_seconds: float
-    """Seconds until the next token is expected."""
-    step_seconds: float
-    """Seconds from one token to the next."""
 
 
 # ---- expected tokens
@@ -451,6 +405,8 @@ class LoadDecision:
         self.measured_seconds = 0.0
         self.best: dict[Mode, RoundPlan] = {}
         """The best plan of each mode."""
+        self.gain = 0.0
+        """Predicted tokens per second with proposals, over those of the target alone; 0: unknown."""
         self._asked = self.steps.predict_asked()
         """Predicted seconds of a round that does not draft ahead, by proposed tokens, before the ratio."""
         self._rounds = 0
@@ -478,11 +434,6 @@ class LoadDecision:
         drafting = [plan for plan in (self.plan, *self.best.values()) if plan.tokens]
         return self.plan if self.plan.tokens else max(drafting, key=self.predict_speed, default=ALONE)
 
-    @property
-    def gain(self) -> float:
-        """Predicted tokens per second with proposals, over those of the target alone; 0: unknown."""
-        return self.predict_speed(self.compared) / self.predict_speed(ALONE) if self.is_known else 0.0
-
     def predict_best(self, deviations: float) -> float:
         """Tokens per second of the best plan, with an acceptance that is so many standard deviations better."""
         expected = expected_tokens(self.gains.acceptance.rates(self.terms.max_tokens, deviations))
@@ -503,6 +454,8 @@ class LoadDecision:
         if is_first or self.plan.mode is not mode:
             self._tried_at = dict.fromkeys(Mode, self._rounds)
             self._lost = {}
+        if self.is_known:
+            self.gain = self.predict_speed(self.compared) / self.predict_speed(ALONE)
         self._renew_at = self._rounds + max(self.load, TRIAL_ROUNDS)
 
     def _predict_seconds(self) -> None:
@@ -571,7 +524,7 @@ class LoadDecision:
             self._lost[mode] = 0.0
             return
 
-    def end_round(self, result: RoundResult, planned: RoundPlan, granted: int, seconds: float) -> None:
+    def end_round(self, result: RoundEnded, planned: RoundPlan, granted: int, seconds: float) -> None:
         """Count a round that has ended.
 
         Args:
@@ -584,8 +537,8 @@ class LoadDecision:
         is_ahead = granted > 0 and planned.tokens > 0 and (result.awaited_outcome or result.proposed > 0)
         if is_ahead:
             self.gains.add_outcome(result.outcome_rank, granted)
-            if result.branch_step is not None:
-                step = result.branch_step
+            if result.outcome_step is not None:
+                step = result.outcome_step
                 self.costs.add_branch_step(step.sequences, granted, step.seconds)
         if result.cost is None or result.proposed >= len(self._asked):
             return
@@ -601,11 +554,11 @@ class LoadDecision:
             mode = Mode.ASKED if result.proposed else Mode.ALONE
             self._count_seconds(result.cost, mode, result.proposed, seconds, self._asked[result.proposed])
 
-    def _predict_ended(self, result: RoundResult, granted: int) -> float:
+    def _predict_ended(self, result: RoundEnded, granted: int) -> float:
         """Seconds of a round whose hit or miss is known."""
         if result.outcome_rank is None:
             return self._asked[result.proposed]
-        step = result.branch_step
+        step = result.outcome_step
         branch_step = self.costs.predict_branch_step(self.load, granted) if step is None else step.seconds
         return self._predict_hit(result.proposed, branch_step)
 
@@ -626,19 +579,16 @@ class LoadDecision:
         return max(lengths, key=lambda tokens: self.expected[tokens] - speed * self._asked[tokens])
 
 
-def tokens_after_hit(expected: Sequence[float], unfinished: Unfinished, *, tokens_per_second: float) -> int:
+def tokens_after_hit(expected: Sequence[float], coming: Coming, *, tokens_per_second: float) -> int:
     """How many tokens to wait for when the draft is still drafting the continuation of the outcome that came.
 
     `expected` has as many tokens as the round may have, `tokens_per_second` is what rounds make now.
     """
-    ready = unfinished.ready
 
     def predict_worth(count: int) -> float:
-        steps = count - ready
-        waited = unfinished.due_seconds + (steps - 1) * unfinished.step_seconds if steps else 0.0
-        return expected[count] - tokens_per_second * waited
+        return expected[count] - tokens_per_second * coming.seconds(count)
 
-    return max(range(ready, len(expected)), key=predict_worth, default=ready)
+    return max(range(coming.ready, len(expected)), key=predict_worth, default=coming.ready)
 
 
 class RequestController:
@@ -661,11 +611,6 @@ class RequestController:
         self._led_seconds: float | None = None
         """Of the round before, if the target began it itself."""
 
-    @property
-    def gain(self) -> float:
-        """Predicted tokens per second with proposals, over those of the target alone; 0: unknown."""
-        return 0.0 if self.decision is None else self.decision.gain
-
     def begin_round(self, load: int, target: str | None = None) -> RoundPlan:
         """Plan the round that begins.
 
@@ -681,10 +626,11 @@ class RequestController:
             self._profiles = self._controller.profiles
             self.decision = self._controller.decide(target, self.terms, load)
         self._granted = self.plan.outcomes
-        self.plan = self.decision.begin_round()
+        plan = self.decision.begin_round()
+        self.plan = plan._replace(load=load, predicted_gain=self.decision.gain)
         return self.plan
 
-    def end_round(self, result: RoundResult) -> None:
+    def round_ended(self, result: RoundEnded) -> None:
         """Count the round that has ended."""
         if self.decision is not None:
             seconds = 0.0 if result.cost is None else self._even_out(result.cost)
@@ -697,14 +643,14 @@ class RequestController:
         self._led_seconds = cost.seconds if cost.was_led else None
         return cost.seconds if before is None or not cost.was_led else (before + cost.seconds) / 2.0
 
-    def tokens_after_hit(self, unfinished: Unfinished, count: int) -> int:
+    def tokens_after_hit(self, coming: Coming, count: int) -> int:
         """How many tokens of a continuation to wait for, `count` at most, where the draft is still drafting it."""
         decision = self.decision
-        most = min(count, unfinished.max_tokens)
+        most = min(count, coming.max_tokens)
         if decision is None or not decision.is_known or len(decision.expected) <= most:
-            return unfinished.ready
+            return coming.ready
         speed = decision.predict_speed(decision.plan)
-        return tokens_after_hit(decision.expected[: most + 1], unfinished, tokens_per_second=speed)
+        return tokens_after_hit(decision.expected[: most + 1], coming, tokens_per_second=speed)
 
     def tokens_after_miss(self, count: int) -> int:
         """How many tokens to ask for, up to `count`, where another outcome came than was drafted for.

@@ -13,8 +13,9 @@ from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.model.speculation_state import DecidingFigure, SpeculationDecision, SpeculationState
 from tandem.model.types import SpeculationStats
 from tandem.plural import plural
-from tandem_coordinator.controller import ALONE, LoadDecision, Mode, RequestController, SpeculationController
+from tandem_coordinator.controller import ALONE, LoadDecision, RequestController, SpeculationController
 from tandem_coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS
+from tandem_coordinator.stats.rounds import Mode
 
 DISABLED = "switched off (tandem admin config set speculation true)"
 STARTING = "the coordinator is starting"

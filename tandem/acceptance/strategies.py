@@ -15,9 +15,11 @@ from tandem.config import SpeculativeConfig, names
 from tandem.config.rule import Rule, broken, rule
 from tandem.errors import InvalidRequestError
 from tandem.model.types import (
+    NO_LEAD,
     Acceptance,
     Delta,
     IntArray,
+    Lead,
     ModelInfo,
     Proposal,
     RowKind,
@@ -158,7 +160,9 @@ class AcceptanceRule:
             raise InvalidRequestError(f"row_kind is {requested.value}; {self.name} needs {allowed} rows here")
         return requested
 
-    def step(self, delta: Delta, proposal: Proposal, kind: RowKind, serial: int = 0) -> VerifyStep:
+    def step(
+        self, delta: Delta, proposal: Proposal, kind: RowKind, serial: int = 0, lead: Lead = NO_LEAD
+    ) -> VerifyStep:
         """The step that asks a target for rows of this kind, from which the rule decides on the proposal.
 
         With nothing proposed, a support row would hold only a sample of the target, which a token row holds too.
@@ -171,9 +175,9 @@ class AcceptanceRule:
             row_count=len(proposal.token_ids) + 1,
             supports=self.supports(proposal) if kind is RowKind.SUPPORT else (),
             with_statistics=self.needs_statistics,
-            lead=proposal.lead if kind is RowKind.TOKEN else 0,
-            min_proposed=proposal.min_proposed,
-            alone_after_miss=proposal.alone_after_miss,
+            lead=lead.credits if kind is RowKind.TOKEN else 0,
+            min_proposed=lead.min_proposed,
+            alone_after_miss=lead.alone_after_miss,
             serial=serial,
         )
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tandem.model.types import ENDED, DraftedOutcomes, VerifyStep
 
 
-class _Round(NamedTuple):
+class _RoundOutcomes(NamedTuple):
     base_length: int
     keys: tuple[tuple[int, int], ...]
     """Each outcome: number of accepted tokens, and the token that follows them; the likeliest first."""
@@ -23,14 +23,14 @@ class OutcomeTable:
     def __init__(self) -> None:
         self.min_proposed, self.alone_after_miss = 0, False
         """See `VerifyStep`; of the step that was asked for last."""
-        self._round = _Round(-1, (), {})
+        self._round = _RoundOutcomes(-1, (), {})
 
     def add(self, drafted: DraftedOutcomes) -> bool:
         """Take one depth of the outcomes of a round; false for one whose first depth is missing, which is dropped."""
         depth, token_ids = drafted.depth, drafted.token_ids
         if depth == 0:
             keys = tuple(zip(drafted.accepted_counts, drafted.next_token_ids, strict=False))
-            self._round = _Round(drafted.base_length, keys, {})
+            self._round = _RoundOutcomes(drafted.base_length, keys, {})
         base_length, keys, proposals = self._round
         if drafted.base_length != base_length:
             return False

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -206,13 +206,6 @@ class Proposal:
     token_logits: Float32Array | None = None
     """Each token's logit before temperature, shape [K]. None unless the step requested it."""
     cost: StepCost | None = None
-    outcome_rank: int | None = None
-    """Place, from 0 on, among the outcomes that were drafted ahead; None for a proposal that was requested."""
-    lead: int = 0
-    """How many rounds the target may begin by itself behind this one."""
-    min_proposed: int = 0
-    alone_after_miss: bool = False
-    """With which proposals; see `VerifyStep`."""
 
     def cut(self, count: int) -> Proposal:
         """The proposal's first `count` tokens, without a cost: a proposal of fewer tokens begins alike."""
@@ -220,7 +213,7 @@ class Proposal:
             return self
         logits = None if self.token_logits is None else self.token_logits[:count]
         tokens, distributions = self.token_ids[:count], self.distributions[:count]
-        return Proposal(self.base_length, tokens, distributions, logits, outcome_rank=self.outcome_rank)
+        return Proposal(self.base_length, tokens, distributions, logits)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -497,6 +490,17 @@ class ProposeStep:
     def is_answered(self) -> bool:
         """True if the step has an answer of its own; otherwise it asks for outcomes alone."""
         return self.ahead is None or self.token_count > 0
+
+
+class Lead(NamedTuple):
+    """How far a target may go on by itself behind a step, and with which proposals; see `VerifyStep`."""
+
+    credits: int = 0
+    min_proposed: int = 0
+    alone_after_miss: bool = False
+
+
+NO_LEAD = Lead()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from tandem.errors import (
 from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.model.types import GenerationRequest, Verification, VerifyStep
 from tandem.serving.streams import SequenceStreams
-from tandem_coordinator.failover.verifier import MAX_LOSSES, SUSPICIOUS_DEATHS
+from tandem_coordinator.rounds.target_side import MAX_LOSSES, SUSPICIOUS_DEATHS
 from tests.service.clients import complete, until
 from tests.service.engines import Faults, MakePair, target
 from tests.service.fakes import NOT_SERVING, FakeTarget, Fleet, Served, coordinated, fleet, refusal, served
@@ -243,7 +243,7 @@ async def test_a_request_that_kills_targets_is_tried_once_more_where_one_was_sta
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However quickly they are there again: as other processes. The others live."""
-    monkeypatch.setattr("tandem_coordinator.failover.verifier.UNANSWERED_SECONDS", 1.0)
+    monkeypatch.setattr("tandem_coordinator.rounds.target_side.UNANSWERED_SECONDS", 1.0)
     async with mortal(count, is_restarted=True) as (client, targets):
         await assert_ends(client, MAX_LOSSES)
         assert sum(each.deaths for each in targets) == MAX_LOSSES
@@ -253,7 +253,7 @@ async def test_a_request_that_kills_targets_is_tried_once_more_where_one_was_sta
 
 async def test_requests_beside_one_that_kills_targets_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """They die with it twice over the same tokens, and are suspects too: the cause is lost alone."""
-    monkeypatch.setattr("tandem_coordinator.failover.verifier.UNANSWERED_SECONDS", 1.0)
+    monkeypatch.setattr("tandem_coordinator.rounds.target_side.UNANSWERED_SECONDS", 1.0)
     async with mortal(2, is_restarted=True) as (client, targets):
         tasks = [asyncio.create_task(complete(client, request(10))) for _ in range(16)]
         await until(lambda: all(each.running for each in targets))
@@ -295,7 +295,7 @@ async def test_a_link_that_breaks_again_and_again_ends_no_stream() -> None:
 
 async def test_a_full_target_takes_over_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sequence may stay on its draining target."""
-    monkeypatch.setattr("tandem_coordinator.failover.verifier._MOVE_SECONDS", 0.2)
+    monkeypatch.setattr("tandem_coordinator.rounds.target_side._MOVE_SECONDS", 0.2)
     targets = (Breaking(), Breaking())
     async with fleet(*targets) as (client, services, _):
         task = asyncio.create_task(complete(client, request(10)))

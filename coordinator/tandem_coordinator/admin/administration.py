@@ -184,8 +184,8 @@ def _report(request: ActiveRequest) -> admin.RequestReport:
         completion_tokens=request.completion_tokens,
         rule=request.plan.rule.name,
         num_speculative_tokens=request.plan.num_speculative_tokens,
-        draft_address=request.rounds.draft_address,
-        target_address=request.rounds.target_address,
-        speculation=request.completion.stats,
-        speculation_state=request.drafter.speculation_state,
+        draft_address=request.draft.address,
+        target_address=request.target.address,
+        speculation=request.stats,
+        speculation_state=request.speculation_state,
     )

@@ -12,7 +12,6 @@ from tokenizers.decoders import DecodeStream
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.model.grammar import GrammarState
 from tandem.model.types import Acceptance, Chunk, FinishReason, Grammar, Proposal, SpeculationStats, Summary
-from tandem_coordinator.stats.rounds import RoundTally
 
 # Decoders write this for bytes that are not, or not yet, a character.
 _REPLACEMENT = "\ufffd"
@@ -164,7 +163,6 @@ class Completion:
     """Most tokens that are proposed because the grammar lets nothing else follow."""
     finish_reason: FinishReason | None = field(default=None, init=False)
     _stop_reason: str | int | None = field(default=None, init=False)
-    tally: RoundTally = field(default_factory=RoundTally, init=False)
 
     def __post_init__(self, prompt: tuple[int, ...]) -> None:
         self.token_ids = list(prompt)
@@ -181,10 +179,6 @@ class Completion:
         self._commit_up_to_end(token_ids)
         if self.finish_reason is not None:
             raise InvalidRequestError("delivered_token_ids end the completion; nothing is left to generate")
-
-    @property
-    def stats(self) -> SpeculationStats:
-        return self.tally.stats()
 
     @property
     def length(self) -> int:
@@ -233,8 +227,9 @@ class Completion:
         count = self._grammar.allowed_count(proposal.token_ids)
         return proposal if count == len(proposal) else proposal.cut(count)
 
-    def extend(self, proposal: Proposal, acceptance: Acceptance) -> Chunk:
-        """Commit the accepted tokens up to the completion's end, and drop those past it."""
+    def extend(self, proposal: Proposal, acceptance: Acceptance, *, ahead: bool = False) -> Chunk:
+        """Commit the accepted tokens up to the completion's end, and drop those past it. `ahead`: its proposal was
+        drafted ahead."""
         token_ids = acceptance.kept(proposal)
         if self._may_end(token_ids):
             texts = self._commit_up_to_end(token_ids)
@@ -242,9 +237,9 @@ class Completion:
             self.token_ids += token_ids
             self.room -= len(token_ids)
             texts = list(map(self._detokenizer.push, token_ids))
-        count, proposed = len(texts), len(proposal.token_ids)
+        count = len(texts)
+        proposed = len(proposal.token_ids)
         accepted = min(acceptance.accepted_count, proposed, count)
-        self.tally.add(proposed, accepted)
         return Chunk(
             text="".join(texts),
             token_ids=token_ids[:count],
@@ -252,7 +247,7 @@ class Completion:
             text_lengths=tuple(map(len, texts)),
             summary=None if self.finish_reason is None else self._summary(self.finish_reason),
             proposed=proposed,
-            drafted_ahead=proposal.outcome_rank is not None,
+            drafted_ahead=ahead,
         )
 
     def _may_end(self, token_ids: Sequence[int]) -> bool:
@@ -323,7 +318,7 @@ class Completion:
             finish_reason=finish_reason,
             prompt_tokens=self._prompt_length,
             completion_tokens=self.length - self._prompt_length,
-            speculation=self.stats,
+            speculation=SpeculationStats(),  # filled in by who counts the rounds
             request_id=self._request_id,
             seed=self._seed,
             stop_reason=self._stop_reason,

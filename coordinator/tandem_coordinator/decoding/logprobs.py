@@ -4,8 +4,8 @@ of a rule say."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,49 +25,38 @@ from tandem.model.types import (
     Verification,
 )
 from tandem_coordinator.decoding.completion import Completion
-from tandem_coordinator.decoding.loop import AcceptanceRule, Verifier
 
 
-class TokenRecorder:
-    """Records what the request wants to know of a completion's tokens, and adds it to the chunks."""
+@dataclass(frozen=True, slots=True)
+class TokenDetails:
+    """Adds to the chunks of a completion what its request wants to know of their tokens."""
 
-    def __init__(self, request: GenerationRequest, sampling: SamplingParams) -> None:
-        self._top_count, self._with_probs, self._sampling = request.logprobs, request.probabilities, sampling
-        self._logprobs: tuple[TokenLogprobs, ...] = ()
-        self._probs: tuple[tuple[float, float], ...] = ()
+    _top_count: int | None
+    """Most probable tokens that are named beside each; None: no log probabilities are wanted."""
+    _with_probs: bool
+    """True if the probabilities of draft and target are wanted."""
+    _sampling: SamplingParams
 
-    @property
-    def _is_idle(self) -> bool:
-        return self._top_count is None and not self._with_probs
+    def __call__(
+        self, chunk: Chunk, proposal: Proposal, verification: Verification, acceptance: Acceptance
+    ) -> Chunk:
+        """The chunk of a round, without what the round says of tokens past the completion's end."""
+        kept = acceptance.kept(proposal)[: len(chunk.token_ids)]
+        if self._top_count is not None:
+            chunk = replace(chunk, logprobs=token_logprobs(verification, kept, self._top_count))
+        if self._with_probs and kept:
+            own = Round(proposal, verification, self._sampling)
+            probs = [token_probs(own, index, token_id) for index, token_id in enumerate(kept)]
+            draft_probs, target_probs = zip(*probs, strict=True)
+            chunk = replace(chunk, draft_probs=draft_probs, target_probs=target_probs)
+        return chunk
 
-    def recording(self, accept: AcceptanceRule) -> AcceptanceRule:
-        """Wrap a rule so that what is wanted of the tokens that it keeps is recorded."""
-        if self._is_idle:
-            return accept
 
-        def recorded(proposal: Proposal, verification: Verification) -> Acceptance:
-            acceptance = accept(proposal, verification)
-            kept = acceptance.kept(proposal)
-            if self._top_count is not None:
-                self._logprobs = token_logprobs(verification, kept, self._top_count)
-            if self._with_probs:
-                own = Round(proposal, verification, self._sampling)
-                self._probs = tuple(token_probs(own, index, token_id) for index, token_id in enumerate(kept))
-            return acceptance
-
-        return recorded
-
-    def added_to(self, chunk: Chunk) -> Chunk:
-        """The chunk of the last round with what was recorded, without tokens past the completion's end."""
-        if self._is_idle:
-            return chunk
-        count = len(chunk.token_ids)
-        draft_probs, target_probs = (
-            zip(*self._probs[:count], strict=True) if self._probs and count else ((), ())
-        )
-        return replace(
-            chunk, logprobs=self._logprobs[:count], draft_probs=draft_probs, target_probs=target_probs
-        )
+def details_of(request: GenerationRequest, sampling: SamplingParams) -> TokenDetails | None:
+    """What a request wants to know of its tokens; None for nothing."""
+    if request.logprobs is None and not request.probabilities:
+        return None
+    return TokenDetails(request.logprobs, request.probabilities, sampling)
 
 
 def token_probs(own: Round, index: int, token_id: int) -> tuple[float, float]:
@@ -89,11 +78,14 @@ def token_probs(own: Round, index: int, token_id: int) -> tuple[float, float]:
     return drafted, targeted
 
 
+Verify = Callable[[Completion, Proposal], Awaitable[Verification]]
+
+
 async def prompt_logprobs(
-    prompt: Completion, verifier: Verifier, top_count: int, most: int
+    prompt: Completion, verify: Verify, top_count: int, most: int
 ) -> tuple[TokenLogprobs, ...]:
     """Log probabilities of a prompt's tokens, as if each had been proposed, `most` at a time: messages have room for so
-    many rows and one more. The prompt, a completion that has not begun, is used up; the verifier answers with dense
+    many rows and one more. The prompt, a completion that has not begun, is used up; `verify` answers with dense
     rows."""
     token_ids = prompt.token_ids[:]
     found = [TokenLogprobs(math.nan)]
@@ -101,7 +93,7 @@ async def prompt_logprobs(
         known = len(found)
         prompt.token_ids[:] = token_ids[:known]
         proposal = Proposal(known, tuple(token_ids[known : known + most]))
-        found += token_logprobs(await verifier.verify(prompt, proposal), proposal.token_ids, top_count)
+        found += token_logprobs(await verify(prompt, proposal), proposal.token_ids, top_count)
     return tuple(found)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from tandem.errors import ServiceUnavailableError
+from tandem.errors import ServiceUnavailableError, TandemError
 from tandem.model.types import Pending
 from tandem_coordinator.transport.target_client import ASK_AGAIN_SECONDS
 
@@ -79,7 +79,7 @@ class VerificationTimes:
         return steps_seconds + token_seconds * prompt_tokens
 
 
-class Asked(Protocol):
+class AskedSequence(Protocol):
     """A sequence whose target has been asked for a verification."""
 
     @property
@@ -93,6 +93,9 @@ class Asked(Protocol):
     def ask_again(self) -> None:
         """Ask for the answer that is awaited once more."""
 
+    def fail(self, error: TandemError) -> None:
+        """Give up the answer that is awaited, with this error."""
+
 
 @dataclass(slots=True, eq=False)
 class Step:
@@ -103,8 +106,7 @@ class Step:
     is_first: bool
     """The first of its stream may wait behind the prompts of others."""
     asked_at: float
-    wait: asyncio.Timeout
-    sequence: Asked
+    sequence: AskedSequence
     asked_again_at: float | None = None
     """None: never, or the target has answered that."""
     ask_again_at: float = 0.0
@@ -145,30 +147,30 @@ class UnansweredSteps:
     async def wait(
         self,
         answer: Awaitable[AnswerT],
-        sequence: Asked,
+        sequence: AskedSequence,
         token_count: int,
         *,
         is_first: bool,
         until: float | None = None,
     ) -> AnswerT:
-        """The answer to a verification of so many new tokens. Raises a ServiceUnavailableError where `give_up` ends the
-        wait, and at a moment of the event loop's clock."""
-        step = self.begin(sequence, token_count, is_first=is_first, until=until)
+        """The answer to a verification of so many new tokens. `give_up` fails the sequence, and so does a moment of the
+        event loop's clock."""
+        step = self.begin(sequence, token_count, is_first=is_first)
+        timer = None
+        if until is not None:
+            timer = asyncio.get_running_loop().call_at(until, self.give_up, (step,))
         try:
-            async with step.wait:
-                found = await answer
-        except TimeoutError:
-            seconds = self._clock() - step.asked_at
-            sentence = f"target service: no answer to a verification within {seconds:.3g} s"
-            raise ServiceUnavailableError(sentence) from None
+            found = await answer
         finally:
             self._steps.discard(step)
+            if timer is not None:
+                timer.cancel()
         self.answered(step)
         return found
 
-    def begin(self, sequence: Asked, token_count: int, *, is_first: bool, until: float | None = None) -> Step:
+    def begin(self, sequence: AskedSequence, token_count: int, *, is_first: bool) -> Step:
         now = self._clock()
-        step = Step(token_count, is_first, now, asyncio.timeout_at(until), sequence)
+        step = Step(token_count, is_first, now, sequence)
         step.ask_again_at = now + ASK_AGAIN_SECONDS
         self._steps.add(step)
         return step
@@ -220,7 +222,10 @@ class UnansweredSteps:
 
     def give_up(self, steps: Collection[Step]) -> None:
         """End the waits for these."""
-        for step in steps:
-            if not step.wait.expired():
-                step.wait.reschedule(0.0)
+        now = self._clock()
         self._steps.difference_update(steps)
+        for step in steps:
+            seconds = now - step.asked_at
+            step.sequence.fail(
+                ServiceUnavailableError(f"target service: no answer to a verification within {seconds:.3g} s")
+            )

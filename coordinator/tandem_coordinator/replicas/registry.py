@@ -24,7 +24,7 @@ from tandem_coordinator.replicas.hangs import VerificationTimes
 from tandem_coordinator.replicas.pool import ClientT, Pool
 from tandem_coordinator.settings.coordinator import CoordinatorSettings
 from tandem_coordinator.settings.sampling import SamplingPolicy
-from tandem_coordinator.stats.rounds import RoundResult
+from tandem_coordinator.stats.rounds import RoundEnded
 from tandem_coordinator.transport.draft_client import DraftClient
 from tandem_coordinator.transport.target_client import TargetClient
 
@@ -115,13 +115,13 @@ class ReplicaRegistry:
     def snapshots(self) -> list[ReplicaSnapshot]:
         return [*self.targets.snapshots(), *self.drafts.snapshots()]
 
-    def round_ended(self, result: RoundResult) -> None:
+    def round_ended(self, result: RoundEnded) -> None:
         target = self.targets.members.get(result.target_address or "")
         if target is not None:
-            target.tally.add_result(result)
+            target.tally.add_round(result)
         draft = self.drafts.members.get(result.draft_address or "") if result.is_drafted else None
         if draft is not None:
-            draft.tally.add_result(result)
+            draft.tally.add_round(result)
 
     def pool(self, role: Role) -> Pool[TargetClient] | Pool[DraftClient]:
         return self.targets if role is Role.TARGET else self.drafts

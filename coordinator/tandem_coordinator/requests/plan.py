@@ -44,6 +44,7 @@ from tandem_coordinator.decoding.completion import (
 from tandem_coordinator.decoding.tokenization import PromptEncoder
 from tandem_coordinator.requests import validation
 from tandem_coordinator.requests.grammars import CheckedGrammars
+from tandem_coordinator.rounds.session import SessionPolicy
 from tandem_coordinator.settings.coordinator import CoordinatorSettings, RequestBounds
 from tandem_coordinator.telemetry.observer import EventValue
 
@@ -165,6 +166,10 @@ class Plan:
     def can_lead_with_proposals(self) -> bool:
         """True if the target decides rounds with a proposal as the rule does: by its own token at each position."""
         return self.rule.lossless and self.row_kind is RowKind.TOKEN
+
+    @property
+    def session_policy(self) -> SessionPolicy:
+        return SessionPolicy(self.lead, self.can_lead_with_proposals, self.keeps_proposals)
 
     @property
     def max_length(self) -> int:

@@ -16,29 +16,29 @@ from typing import NoReturn
 from tandem.errors import AbortedError
 from tandem.model.admin import Outcomes
 from tandem.model.speculation_state import SpeculationState
-from tandem.model.types import Chunk, GenerationRequest, TokenLogprobs
+from tandem.model.types import Chunk, GenerationRequest, SpeculationStats, TokenLogprobs
 from tandem.plural import plural
 from tandem.rpc.channels import Deadline
 from tandem.scopes import CallerScopes, kinds_of
 from tandem_coordinator import speculation_report
-from tandem_coordinator.controller import SpeculationController, Terms, request_kind
+from tandem_coordinator.controller import RequestController, SpeculationController, Terms, request_kind
 from tandem_coordinator.decoding.completion import Completion
-from tandem_coordinator.decoding.logprobs import TokenRecorder, prompt_logprobs
-from tandem_coordinator.decoding.loop import generate
-from tandem_coordinator.decoding.rounds import RequestRounds
-from tandem_coordinator.failover.drafter import FailoverDrafter
-from tandem_coordinator.failover.verifier import FailoverVerifier
+from tandem_coordinator.decoding.logprobs import details_of, prompt_logprobs
 from tandem_coordinator.replicas.registry import ReplicaRegistry
 from tandem_coordinator.requests.admission import Admission, Place
 from tandem_coordinator.requests.chunks import ChunkPacer, ChunkQueue, stream_of
 from tandem_coordinator.requests.plan import Models, Plan, make_plan
 from tandem_coordinator.requests.validation import BoundedRequest
+from tandem_coordinator.rounds.draft_side import FailoverDraft, NoDraft, Patience
+from tandem_coordinator.rounds.events import RequestEvents
+from tandem_coordinator.rounds.session import RoundSession, TargetAlone
+from tandem_coordinator.rounds.target_side import FailoverTarget
 from tandem_coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, CoordinatorSettings
 from tandem_coordinator.settings.live import LiveConfig
-from tandem_coordinator.stats.rounds import record_outcome
+from tandem_coordinator.stats.rounds import RoundEnded, RoundTally
 from tandem_coordinator.stats.speculation import StatsLog, TokenCounter
 from tandem_coordinator.telemetry.observer import Observer, RequestObserver
-from tandem_coordinator.transport.draft_client import DraftLimits, NoDrafter
+from tandem_coordinator.transport.draft_client import DraftLimits
 from tandem_coordinator.transport.target_client import RowChoice
 
 logger = logging.getLogger(__name__)
@@ -125,73 +125,94 @@ class RequestRunner:
     ) -> None:
         completion = plan.begin()
         observer.planned(completion, plan.details)
-        rounds = RequestRounds(plan.settings.draft_patience_seconds)
-        verifier = FailoverVerifier(
+        tally = RoundTally()
+        events = RequestEvents(
+            plan.request_id,
+            observer,
+            (
+                tally.add_round,
+                self.requests.count_tokens,
+                partial(self.stats.round_ended, plan.rule.name),
+                self.replicas.round_ended,
+                observer.round_ended,
+            ),
+        )
+        target = FailoverTarget(
             self.replicas.targets,
             plan.target_options(place.client),
             RowChoice(plan.rule, plan.row_kind, plan.models.target.vocabulary_size),
-            rounds,
+            events,
             observer,
             deadline,
             plan.settings.target_wait_seconds,
         )
-        drafter = self._drafter(plan, rounds, observer, place.client, verifier)
-        active = ActiveRequest(plan, completion, place, rounds, drafter, verifier)
+        speculation = self._speculation(plan)
+        draft = self._draft(plan, speculation, events, observer, place.client, target)
+        active = ActiveRequest(plan, completion, place, tally, draft, target, speculation)
         async with AsyncExitStack() as streams:
             streams.enter_context(self.requests.running(active))
-            await streams.enter_async_context(_closing(drafter))
-            streams.callback(self.stats.led, plan.rule.name, completion.tally.lead)
-            await streams.enter_async_context(_closing(verifier))
+            streams.callback(self._count_request, active, observer)
+            if speculation is not None:
+                events.subscribe(speculation.round_ended)
+            await streams.enter_async_context(_closing(draft))
+            await streams.enter_async_context(_closing(target))
             if plan.request.echo:
-                await queue.put(self._with_state(await _echoed(plan, completion, verifier), active))
-            if not completion.can_extend:
-                return
-            tokens = TokenRecorder(plan.request, plan.sampling)
-            accept = rounds.timed(tokens.recording(partial(plan.accept, completion)))
-            results = rounds.results(generate(completion, drafter, verifier, accept))
-            async for chunk, result in await streams.enter_async_context(aclosing(results)):
-                record_outcome(completion.tally.ahead, result)
-                self.requests.tokens.add(result.committed)
-                self.stats.round_ended(plan.rule.name, result)
-                self.replicas.round_ended(result)
-                observer.round_ended(result)
-                drafter.end_round(result)
+                await queue.put(self._with_summary(await _echoed(plan, completion, target), active))
+            session = RoundSession(
+                completion,
+                draft,
+                target,
+                speculation or TargetAlone(),
+                plan.accept,
+                events,
+                plan.session_policy,
+                self._load,
+                details_of(plan.request, plan.sampling),
+            )
+            async for chunk in await streams.enter_async_context(aclosing(session.rounds())):
                 active.checks = 0
-                await queue.put(tokens.added_to(self._with_state(chunk, active)))
+                await queue.put(self._with_summary(chunk, active))
                 active.checks = None
                 if active.has_stalled and completion.can_extend:
                     await active.resume()
 
-    def _drafter(
-        self,
-        plan: Plan,
-        rounds: RequestRounds,
-        observer: RequestObserver,
-        client: str,
-        verifier: FailoverVerifier,
-    ) -> FailoverDrafter | NoDrafter:
-        replicas, controller, draft_name = self.replicas, self.speculation, plan.models.draft_name
+    def _speculation(self, plan: Plan) -> RequestController | None:
+        """The controller's part for a request; None where the target serves it alone."""
+        replicas = self.replicas
+        controller = self.speculation
+        draft_name = plan.models.draft_name
         if not replicas.drafts.addresses or plan.num_speculative_tokens == 0:
-            return NoDrafter(self._why_alone(plan), plan.lead)
+            return None
         kind = request_kind(draft_name, plan.rule.name, plan.sampling.temperature)
         terms = Terms(
             kind, plan.num_speculative_tokens, plan.is_adaptive, plan.draft_ahead, leads=plan.lead > 0
         )
         # The request has no target yet: begin with the cost model of the one that it is likely to get.
-        target, draft = replicas.targets.choose(), replicas.drafts.choose()
+        target = replicas.targets.choose()
+        draft = replicas.drafts.choose()
         if target is not None:
             controller.introduce(target.address, target.model, target.round_trip.value)
         if draft is not None:
             controller.introduce(draft_name, draft.model, draft.round_trip.value)
-        decided = controller.request(terms, "" if target is None else target.address)
-        observer.decision = lambda: {
-            "tandem.decision.tokens": decided.plan.tokens,
-            "tandem.decision.load": decided.load,
-            "tandem.decision.predicted_gain": round(decided.gain, 3),
-        }
-        return FailoverDrafter(
-            replicas.drafts,
-            plan.draft_options(terms.max_budget, client),
+        return controller.request(terms, "" if target is None else target.address)
+
+    def _draft(
+        self,
+        plan: Plan,
+        speculation: RequestController | None,
+        events: RequestEvents,
+        observer: RequestObserver,
+        client: str,
+        target: FailoverTarget,
+    ) -> FailoverDraft | NoDraft:
+        if speculation is None:
+            return NoDraft(speculation_report.off(self._why_alone(plan)))
+        patience = Patience(plan.settings.draft_patience_seconds)
+        events.subscribe(patience.round_ended)
+        leads = plan.lead > 0 and plan.can_lead_with_proposals
+        return FailoverDraft(
+            self.replicas.drafts,
+            plan.draft_options(speculation.terms.max_budget, client),
             plan.scopes,
             DraftLimits(
                 plan.num_speculative_tokens,
@@ -199,13 +220,17 @@ class RequestRunner:
                 keeps_proposals=plan.keeps_proposals,
                 max_length=plan.settings.draft_max_length,
             ),
-            rounds,
+            patience,
+            events,
             observer,
-            decided,
-            lambda: self._load(rounds.target_address),
-            plan.lead,
-            verifier if plan.can_lead_with_proposals else None,
+            target.pass_on if leads else None,
         )
+
+    def _count_request(self, active: ActiveRequest, observer: RequestObserver) -> None:
+        """Count what is known only once the rounds of a request have ended."""
+        stats = active.stats
+        self.stats.led(active.plan.rule.name, stats.lead)
+        observer.counted(stats)
 
     def _why_alone(self, plan: Plan) -> str:
         if not self.replicas.drafts.addresses:
@@ -224,47 +249,53 @@ class RequestRunner:
         ready = sum(member.is_ready for member in targets.members.values())
         return -(-self.admission.running // max(ready, 1))
 
-    def _with_state(self, chunk: Chunk, active: ActiveRequest) -> Chunk:
-        """The last chunk with its sampling parameters and the state of speculation, which the next requests can expect
-        too; others as they are."""
+    def _with_summary(self, chunk: Chunk, active: ActiveRequest) -> Chunk:
+        """The last chunk with the statistics of the rounds, the sampling parameters, and the state of speculation,
+        which the next requests can expect too; others as they are."""
         if (summary := chunk.summary) is None:
             return chunk
-        state = active.drafter.speculation_state
-        if active.plan.num_speculative_tokens > 0 and summary.speculation.rounds > 1:
+        stats = active.stats
+        state = active.speculation_state
+        if active.plan.num_speculative_tokens > 0 and stats.rounds > 1:
             self._latest_state = state
-        at_the_end = speculation_report.at_the_end(state, summary.speculation)
-        sampling = active.plan.sampling
-        return replace(chunk, summary=replace(summary, speculation_state=at_the_end, sampling=sampling))
+        whole = replace(
+            summary,
+            speculation=stats,
+            speculation_state=speculation_report.at_the_end(state, stats),
+            sampling=active.plan.sampling,
+        )
+        return replace(chunk, summary=whole)
 
     @property
     def speculation_state(self) -> SpeculationState | None:
         """State of the oldest running request, else of the last that ended; None before any."""
         running = [request for request in self.requests.list() if request.plan.num_speculative_tokens > 0]
-        return running[0].drafter.speculation_state if running else self._latest_state
+        return running[0].speculation_state if running else self._latest_state
 
     def _choose_rule(self, names: Sequence[str], temperature: float) -> str:
         draft = self.models.draft_name
         return self.speculation.choose_rule(names, draft, temperature, self.admission.running)
 
 
-async def _echoed(plan: Plan, completion: Completion, verifier: FailoverVerifier) -> Chunk:
+async def _echoed(plan: Plan, completion: Completion, target: FailoverTarget) -> Chunk:
     """The prompt as the first chunk, and the last one of a completion of no tokens."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     if plan.request.logprobs is not None:
         logprobs = await prompt_logprobs(
-            plan.begin(), verifier, plan.request.logprobs, MAX_SPECULATIVE_TOKENS
+            plan.begin(), target.verify, plan.request.logprobs, MAX_SPECULATIVE_TOKENS
         )
     return replace(completion.echoed(), logprobs=logprobs)
 
 
 @asynccontextmanager
-async def _closing(stream: FailoverDrafter | NoDrafter | FailoverVerifier) -> AsyncIterator[None]:
-    """Finish the stream when the block succeeds, and drop it in any case, so that an error ends computation at once."""
+async def _closing(side: FailoverDraft | NoDraft | FailoverTarget) -> AsyncIterator[None]:
+    """Finish the sequence when the block succeeds, and drop it in any case, so that an error ends computation at
+    once."""
     try:
         yield
-        await stream.finish()
+        await side.finish()
     finally:
-        stream.cancel()
+        side.cancel()
 
 
 @contextmanager
@@ -287,9 +318,11 @@ class ActiveRequest:
     plan: Plan
     completion: Completion
     place: Place
-    rounds: RequestRounds
-    drafter: FailoverDrafter | NoDrafter
-    verifier: FailoverVerifier
+    tally: RoundTally
+    draft: FailoverDraft | NoDraft
+    target: FailoverTarget
+    speculation: RequestController | None
+    """None: the target serves it alone."""
     started: float = field(default_factory=time.monotonic)
     """By the monotonic clock."""
     has_stalled: bool = False
@@ -309,11 +342,26 @@ class ActiveRequest:
     def completion_tokens(self) -> int:
         return self.completion.length - len(self.plan.prompt)
 
+    @property
+    def stats(self) -> SpeculationStats:
+        """Statistics of its rounds so far."""
+        stats = self.tally.stats()
+        stats.lead = self.target.lead_stats
+        return stats
+
+    @property
+    def speculation_state(self) -> SpeculationState:
+        """Whether a draft proposes tokens, how many, and why."""
+        trouble = self.draft.trouble
+        if trouble is not None or self.speculation is None:
+            return trouble or speculation_report.off(speculation_report.NOT_ASKED)
+        return speculation_report.decided(self.speculation)
+
     def stall(self) -> None:
         """Give up its places here and on the services while a chunk waits for its client."""
         self.has_stalled = True
-        self.drafter.release()
-        self.verifier.release()
+        self.draft.release()
+        self.target.release()
         self.place.release()
 
     async def resume(self) -> None:
@@ -373,6 +421,9 @@ class ActiveRequests:
     @property
     def outcomes(self) -> Outcomes:
         return Outcomes(**self._ended)
+
+    def count_tokens(self, ended: RoundEnded) -> None:
+        self.tokens.add(ended.committed)
 
     def list(self) -> list[ActiveRequest]:
         """All running requests, the oldest first."""

@@ -1,13 +1,22 @@
-"""The result of one round, and the counts of a request's rounds."""
+"""The event of a round that has ended, and the counts of a request's rounds."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import pairwise
 from typing import NamedTuple
 
-from tandem.model.types import AheadStats, LeadStats, PositionStats, SpeculationStats, StepCost
+from tandem.model.types import (
+    MAX_AHEAD_TOKENS,
+    AheadBudget,
+    AheadStats,
+    LeadStats,
+    PositionStats,
+    SpeculationStats,
+    StepCost,
+)
 
 PHASES = ("wait", "draft", "verify", "sampling")
 """Parts of a round. It waits for detokenization, the client that reads, and the event loop's other work."""
@@ -77,9 +86,49 @@ class RoundCost:
 _NOT_TIMED = RoundTimes(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-@dataclass(slots=True, eq=False)
-class RoundResult:
-    """One round of a request: as far as it is known while the round is in progress, and whole once it has ended."""
+class Mode(Enum):
+    """How a round is made."""
+
+    ALONE = auto()
+    """By the target alone."""
+    ASKED = auto()
+    """The draft is asked for a proposal, then the target verifies it."""
+    AHEAD = auto()
+    """The draft has worked ahead while the target verified, and is asked only where another outcome came."""
+
+
+class RoundPlan(NamedTuple):
+    """The decision of the controller for one round."""
+
+    tokens: int
+    """Tokens to propose; 0: the target works alone."""
+    outcomes: int = 0
+    """Outcomes that the draft works ahead for meanwhile; 0: for none."""
+    load: int = 1
+    """Sequences that share the target; 0 where the target is alone in any case, and nobody decides."""
+    predicted_gain: float = 0.0
+    """Predicted tokens per second with a draft, over those of the target alone; 0: unknown."""
+
+    @property
+    def mode(self) -> Mode:
+        if not self.tokens:
+            return Mode.ALONE
+        return Mode.AHEAD if self.outcomes else Mode.ASKED
+
+    @property
+    def ahead_budget(self) -> AheadBudget | None:
+        """How far the draft is to work ahead; None for not at all."""
+        if self.mode is not Mode.AHEAD:
+            return None
+        return AheadBudget(self.outcomes, min(self.tokens, MAX_AHEAD_TOKENS))
+
+
+_ALONE = RoundPlan(0)
+
+
+class RoundEnded(NamedTuple):
+    """A round of a request that has ended, as its listeners learn of it: counts, times and places, nothing of the
+    text."""
 
     proposed: int = 0
     """Tokens that the target verified; 0: the target worked alone."""
@@ -87,12 +136,18 @@ class RoundResult:
     """Proposed tokens that the completion kept."""
     committed: int = 0
     """Tokens by which the completion grew."""
+    plan: RoundPlan = _ALONE
+    """What it was to be."""
     times: RoundTimes = _NOT_TIMED
     cost: RoundCost | None = None
     """None where the time of this round says nothing about the next one: the target read the prompt, or the sequence
     moved to another replica."""
+    has_read: bool = False
+    """True if the target read all tokens in it: in the first round, and after a move to another target."""
     is_drafted: bool = False
     """True if the draft answered in time, even with no tokens."""
+    is_forced: bool = False
+    """True if the proposal is what the grammar forces, which no model was asked for."""
     draft_address: str | None = None
     """Address of the request's draft, or of the last one that it had; None before any."""
     target_address: str | None = None
@@ -100,8 +155,11 @@ class RoundResult:
     """True if the draft was to draft ahead of the round."""
     outcome_rank: int | None = None
     """Place, from 0 on, of the outcome that came; None if it was not drafted for."""
-    branch_step: StepCost | None = None
-    """The draft's last step for that outcome and the others that it drafted for; None where it does not say."""
+    outcome_step: StepCost | None = None
+    """The draft's last step for the outcomes of the round before; None if it has not told."""
+    asked_seconds: float | None = None
+    """Time in which the draft answered the question of this round; None where it was asked none, or had to be waited
+    for from an earlier round."""
     saved_seconds: float = 0.0
     """Usual time to wait for a proposal, which this round did not have to; 0 unless its outcome was drafted for."""
     was_late: bool = False
@@ -110,21 +168,6 @@ class RoundResult:
 
 MAX_RANKS = 16
 """Places among the outcomes with a count of their own."""
-
-
-def record_outcome(stats: AheadStats, result: RoundResult) -> None:
-    """Count a round, if its proposal was to be drafted ahead."""
-    if not result.awaited_outcome:
-        return
-    stats.awaited += 1
-    rank = result.outcome_rank
-    if rank is None:
-        return
-    stats.hits += 1
-    stats.saved_seconds += result.saved_seconds
-    if rank < MAX_RANKS:
-        stats.hits_by_rank += [0] * (rank + 1 - len(stats.hits_by_rank))
-        stats.hits_by_rank[rank] += 1
 
 
 def hit_rate(stats: AheadStats) -> float:
@@ -142,13 +185,21 @@ class RoundTally:
         self.ahead = AheadStats()
         self.lead = LeadStats()
 
-    def add(self, drafted: int, accepted: int) -> None:
-        """Count one verification, with or without a proposal: its tokens, and how many of them were kept."""
-        self._rounds[drafted, accepted] += 1
-
-    def add_result(self, result: RoundResult) -> None:
-        self.add(result.proposed, result.accepted)
-        record_outcome(self.ahead, result)
+    def add_round(self, ended: RoundEnded) -> None:
+        """Count a round, with or without a proposal."""
+        self._rounds[ended.proposed, ended.accepted] += 1
+        if not ended.awaited_outcome:
+            return
+        ahead = self.ahead
+        ahead.awaited += 1
+        rank = ended.outcome_rank
+        if rank is None:
+            return
+        ahead.hits += 1
+        ahead.saved_seconds += ended.saved_seconds
+        if rank < MAX_RANKS:
+            ahead.hits_by_rank += [0] * (rank + 1 - len(ahead.hits_by_rank))
+            ahead.hits_by_rank[rank] += 1
 
     def stats(self) -> SpeculationStats:
         """The counts as statistics. Their `ahead` and `lead` are the tally's own."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from tandem.model.speculation_state import SpeculationState
 from tandem.model.types import LeadStats, PositionStats, SamplingParams, SpeculationStats
-from tandem_coordinator.stats.rounds import RoundResult, RoundTally, hit_rate
+from tandem_coordinator.stats.rounds import RoundEnded, RoundTally, hit_rate
 
 
 class MovingAverage:
@@ -239,10 +239,10 @@ class StatsLog:
         """Ends and statistics of the intervals of the last minute."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def round_ended(self, rule: str, result: RoundResult) -> None:
-        self._by_rule[rule].add_result(result)
+    def round_ended(self, rule: str, result: RoundEnded) -> None:
+        self._by_rule[rule].add_round(result)
         pair = result.draft_address or "none", result.target_address or "none"
-        self._by_pair[pair].add_result(result)
+        self._by_pair[pair].add_round(result)
         if self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._interval_seconds, self._end_interval)

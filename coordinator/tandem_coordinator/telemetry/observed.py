@@ -25,7 +25,7 @@ from tandem.telemetry.process import OtlpExports, Telemetry
 from tandem.telemetry.spans import context_of, mark_error, rpc_span, traceparent_of, under
 from tandem_coordinator.decoding.completion import Completion
 from tandem_coordinator.settings.coordinator import CoordinatorSettings
-from tandem_coordinator.stats.rounds import PHASES, RoundResult
+from tandem_coordinator.stats.rounds import PHASES, RoundEnded, RoundPlan
 from tandem_coordinator.stats.speculation import describe
 from tandem_coordinator.telemetry.metrics import ERRORS, RequestMetrics, WaitMetrics, state_metrics
 from tandem_coordinator.telemetry.observer import EventValue, Observer, RequestObserver, State, StreamObserver
@@ -99,6 +99,9 @@ class ObservedRequest(RequestObserver):
         self._span = span
         self._began = time.perf_counter()
         self._completion: Completion | None = None
+        self._stats: SpeculationStats | None = None
+        self._plan: RoundPlan | None = None
+        """Of the last round."""
         self._prompt_length = 0
         self._streams: list[tuple[str, Traffic]] = []
         self._seconds = dict.fromkeys(("queue", "prefill", *PHASES), 0.0)
@@ -152,10 +155,11 @@ class ObservedRequest(RequestObserver):
         if self._events <= _MAX_EVENTS:
             self._span.add_event(name, dict(attributes))
 
-    def round_ended(self, result: RoundResult) -> None:
+    def round_ended(self, result: RoundEnded) -> None:
         """A round ended; the first is the prefill."""
         timed = result.times
         self._rounds += 1
+        self._plan = result.plan
         if self._first_token is None and result.committed:
             self._first_token = timed.decided
             self._metrics.time_to_first_token_seconds.observe(timed.decided - self._began)
@@ -171,6 +175,9 @@ class ObservedRequest(RequestObserver):
         if self._rounds_left:
             self._rounds_left -= 1
             self._trace_round(result)
+
+    def counted(self, stats: SpeculationStats) -> None:
+        self._stats = stats
 
     def finished(self, error: BaseException | None) -> None:
         now = time.perf_counter()
@@ -197,14 +204,14 @@ class ObservedRequest(RequestObserver):
             self._span.set_attribute("error.type", "cancelled")
         self._span.end()
 
-    def _trace_round(self, result: RoundResult) -> None:
+    def _trace_round(self, result: RoundEnded) -> None:
         timed = result.times
         attributes: dict[str, EventValue] = {
             "tandem.round": self._rounds,
             "tandem.drafted_tokens": result.proposed,
             "tandem.accepted_tokens": result.accepted,
             **_seconds(timed.phases),
-            **self.decision(),
+            **self._decision,
         }
         if result.awaited_outcome:
             attributes["tandem.ahead.hit"] = result.outcome_rank is not None
@@ -234,7 +241,7 @@ class ObservedRequest(RequestObserver):
         return next((name for kind, name in ERRORS if isinstance(error, kind)), "error")
 
     def _attributes(self) -> dict[str, Any]:
-        attributes: dict[str, Any] = {**_seconds(self._seconds), **self.decision()}
+        attributes: dict[str, Any] = {**_seconds(self._seconds), **self._decision}
         own_bytes = self.bytes()
         for peer, direction in _PEERS:
             attributes[f"tandem.bytes.{peer}.{direction}"] = own_bytes[peer, direction]
@@ -243,9 +250,21 @@ class ObservedRequest(RequestObserver):
             attributes["tandem.time_to_first_token_seconds"] = round(self._first_token - self._began, 6)
         if self._events > _MAX_EVENTS:
             attributes["tandem.events_dropped"] = self._events - _MAX_EVENTS
-        if self._completion is not None:
-            attributes |= _described(self._completion.stats)
+        if self._stats is not None:
+            attributes |= _described(self._stats)
         return attributes
+
+    @property
+    def _decision(self) -> dict[str, EventValue]:
+        """How much the last round proposed, and why; empty where no draft was to be asked."""
+        plan = self._plan
+        if plan is None or not plan.load:
+            return {}
+        return {
+            "tandem.decision.tokens": plan.tokens,
+            "tandem.decision.load": plan.load,
+            "tandem.decision.predicted_gain": round(plan.predicted_gain, 3),
+        }
 
 
 def _end_stream(span: Span, traffic: Traffic, error: Exception | None = None) -> None:

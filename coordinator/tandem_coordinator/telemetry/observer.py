@@ -10,7 +10,7 @@ from tandem.model.speculation_state import SpeculationDecision
 from tandem.model.types import SpeculationStats
 from tandem.rpc.channels import Traffic
 from tandem_coordinator.decoding.completion import Completion
-from tandem_coordinator.stats.rounds import RoundResult
+from tandem_coordinator.stats.rounds import RoundEnded
 
 EventValue = str | int | float | bool
 
@@ -30,9 +30,6 @@ class StreamObserver:
 class RequestObserver:
     """Observes one request."""
 
-    decision: Callable[[], Mapping[str, EventValue]] = dict
-    """Returns how much the round in progress proposes, and why. Set when the proposals begin."""
-
     def admitted(self) -> None:
         """The request has its place."""
 
@@ -43,11 +40,14 @@ class RequestObserver:
     def planned(self, completion: Completion, details: Mapping[str, EventValue]) -> None:
         """The request was checked: its completion begins. The details are attributes of its span."""
 
-    def round_ended(self, result: RoundResult) -> None:
+    def round_ended(self, result: RoundEnded) -> None:
         """A round ended."""
 
     def event(self, name: str, attributes: Mapping[str, EventValue]) -> None:
         """Something happened: draft_lost, draft_late, draft_resumed, draft_paused, target_lost, target_resumed."""
+
+    def counted(self, stats: SpeculationStats) -> None:
+        """The statistics of all its rounds. Called at the end of the rounds, before `finished`."""
 
     def finished(self, error: BaseException | None) -> None:
         """The request ended. None: its client has all of it."""

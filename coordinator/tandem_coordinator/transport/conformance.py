@@ -38,6 +38,7 @@ from tandem.rpc.channels import errors_of
 from tandem.v1.draft_pb2 import ProposeRequest, ProposeResponse
 from tandem.wire import draft as wire
 from tandem.wire.status import Ending
+from tandem_coordinator.outcomes import Coming, Hit
 from tandem_coordinator.transport.draft_client import DraftClient, PendingOutcomes, check_proposal
 from tandem_coordinator.transport.streams import Call
 
@@ -467,8 +468,9 @@ async def _ahead(draft: Subject, talk: Conversation) -> str:
     accepted, following = found.accepted_counts[0], found.next_token_ids[0]
     base = len(tokens)
     tokens += [*proposal.token_ids[:accepted], following]
-    drafted = pending.find(tokens)
-    assert drafted is not None, "the first outcome was drafted for"
+    found_ahead = pending.outcome(tokens, 0.0)
+    assert isinstance(found_ahead, Hit | Coming), "the first outcome was drafted for"
+    drafted = found_ahead.proposal
     pending.expect(len(tokens), drafted.token_ids, _BUDGET)
     step = ProposeStep(Delta(base, [*tokens[base:], *drafted.token_ids]), 0, _BUDGET, len(drafted))
     await talk.say((1, step))

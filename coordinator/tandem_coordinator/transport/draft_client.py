@@ -13,7 +13,6 @@ from typing import Protocol, TypeAlias
 import grpc.aio
 
 from tandem.errors import ProtocolError
-from tandem.model.speculation_state import SpeculationState
 from tandem.model.types import (
     ENDED,
     AheadBudget,
@@ -28,7 +27,6 @@ from tandem.model.types import (
     SparseDistribution,
     StepCost,
     TargetTokenizer,
-    common_length,
 )
 from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceStub
@@ -36,9 +34,7 @@ from tandem.wire import draft as wire
 from tandem.wire.bounds import read_message
 from tandem.wire.common import COVERAGE, model_info_from_proto, sums_to_one
 from tandem.wire.status import Ending
-from tandem_coordinator.controller import Unfinished
-from tandem_coordinator.decoding.completion import Completion
-from tandem_coordinator.stats.rounds import RoundResult
+from tandem_coordinator.outcomes import IDLE, Coming, Hit, Miss, Outcome
 from tandem_coordinator.stats.speculation import MovingAverage
 from tandem_coordinator.telemetry.observer import StreamObserver
 from tandem_coordinator.transport.statuses import errors_of
@@ -142,7 +138,7 @@ class PendingOutcomes:
 
     def awaits(self, token_ids: Sequence[int]) -> bool:
         """True if a budget was granted for the round whose outcome this sequence is."""
-        return self._budget is not None and self._outcome(token_ids) != _NO_OUTCOME
+        return self._budget is not None and self._key(token_ids) != _NO_OUTCOME
 
     def expect(self, base_length: int, proposed: Sequence[int], budget: AheadBudget | None) -> None:
         """A round begins that extends so many tokens by this proposal."""
@@ -159,11 +155,6 @@ class PendingOutcomes:
     def is_granted(self) -> bool:
         """True if outcomes of the round in progress were asked for."""
         return self._budget is not None
-
-    @property
-    def step_cost(self) -> StepCost | None:
-        """Time of the draft's last step for the round in progress; None if none has arrived, or it does not say."""
-        return self._draft_step if self._columns else None
 
     def add(self, drafted: DraftedOutcomes, now: float = 0.0) -> bool:
         """Take one depth of the outcomes, which has arrived now; false for one of an earlier round: it is dropped."""
@@ -190,11 +181,23 @@ class PendingOutcomes:
         self._arrived, self._draft_step = now, drafted.cost
         return True
 
-    def find(self, token_ids: Sequence[int]) -> Proposal | None:
-        """The continuation of the outcome that came; None where it was not drafted for."""
-        rank = self._ranks.get(self._outcome(token_ids))
+    def outcome(self, token_ids: Sequence[int], now: float) -> Outcome:
+        """What is there for the outcome that this sequence is."""
+        key = self._key(token_ids)
+        if self._budget is None or key == _NO_OUTCOME:
+            return IDLE
+        rank = self._ranks.get(key)
+        step = self._draft_step if self._columns else None
         if rank is None:
-            return None
+            return Miss(step)
+        proposal = self._continuation(len(token_ids), rank)
+        due_seconds, step_seconds = self._due(rank, len(proposal), now)
+        if step_seconds is not None:
+            return Coming(proposal, rank, self._budget.token_count, due_seconds, step_seconds, step)
+        return Hit(proposal, rank, step) if proposal else Miss(step)
+
+    def _continuation(self, base_length: int, rank: int) -> Proposal:
+        """The continuation of an outcome, as far as it is there."""
         columns = [column for column in self._columns if rank < len(column.token_ids)]
         distributions: tuple[SparseDistribution, ...] = ()
         if self._needs_distributions:
@@ -202,28 +205,22 @@ class PendingOutcomes:
         tokens = tuple(column.token_ids[rank] for column in columns if column.token_ids[rank] != ENDED)
         if rank == 0:
             tokens += self._lead
-        if not tokens:
-            return None
-        return Proposal(len(token_ids), tokens, distributions, outcome_rank=rank)
+        return Proposal(base_length, tokens, distributions)
 
-    def ready_count(self, token_ids: Sequence[int]) -> int:
-        """Number of tokens of the outcome that came, if it goes on in every depth that is there; 0 before the first."""
-        is_first = self._ranks.get(self._outcome(token_ids)) == 0
-        return len(self._columns) + (len(self._lead) if is_first else 0)
-
-    def unfinished(self, token_ids: Sequence[int], now: float) -> Unfinished | None:
-        """The continuation of the outcome that came, while the draft is still at it; None otherwise."""
-        rank, ready = self._ranks.get(self._outcome(token_ids)), self.ready_count(token_ids)
-        if rank is None or self._budget is None or ready >= self._budget.token_count:
-            return None
+    def _due(self, rank: int, ready: int, now: float) -> tuple[float, float | None]:
+        """Seconds until the next token of an outcome's continuation is due, and from each to the next; None for the
+        latter where none will come, or nobody knows when."""
+        assert self._budget is not None, "outcomes come of a round that has a budget"
+        step_seconds = self._step.value
+        if step_seconds is None and self._draft_step is not None:
+            step_seconds = self._draft_step.seconds
         last = self._columns[-1].token_ids
-        step_seconds = self._step.value or (self._draft_step.seconds if self._draft_step else None)
-        if rank >= len(last) or last[rank] == ENDED or self._arrived is None or step_seconds is None:
-            return None
-        due_seconds = max(self._arrived + step_seconds - now, 0.0)
-        return Unfinished(ready, self._budget.token_count, due_seconds, step_seconds)
+        has_ended = rank >= len(last) or last[rank] == ENDED
+        if has_ended or ready >= self._budget.token_count or self._arrived is None or step_seconds is None:
+            return 0.0, None
+        return max(self._arrived + step_seconds - now, 0.0), step_seconds
 
-    def _outcome(self, token_ids: Sequence[int]) -> tuple[int, int]:
+    def _key(self, token_ids: Sequence[int]) -> tuple[int, int]:
         """Number of accepted tokens and the token after them; `_NO_OUTCOME` where it is of another round."""
         following = token_ids[self._base_length :]
         if not following or len(following) > len(self._proposed) + 1:
@@ -312,8 +309,6 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         """Length of the sequence at the last question, and tokens that were asked for."""
         self._answer: Proposal | None = None
         """To the last question, until somebody has taken it."""
-        self._watched: list[Proposal] = []
-        """Proposals that nobody waited for, whose tokens may still come."""
         self._waiter: asyncio.Future[None] | None = None
         """Set while somebody waits for an answer, for outcomes or for the end."""
         self.is_open = False
@@ -349,28 +344,30 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
             self.send(self._options)
         self._ask(completion, 0)
 
-    async def drafted_ahead(
-        self,
-        completion: Tokens,
-        wanted: Callable[[Unfinished], int] = lambda unfinished: unfinished.ready,
-        at_most_seconds: float = math.inf,
-    ) -> Proposal | None:
-        """The continuation that was drafted ahead of what the last verification said; None where there is none.
+    def outcome(self, completion: Tokens) -> Outcome:
+        """What the draft has ready behind what the last verification said.
 
-        While the draft is still at it, so many tokens as `wanted` says are worth waiting for. Raises a TandemError
-        where the draft has failed since: it is of no use any more.
+        Raises a TandemError where the draft has failed since: it is of no use any more.
         """
-        outcomes, token_ids, now = self.outcomes, completion.token_ids, time.monotonic()
-        unfinished = outcomes.unfinished(token_ids, now)
-        if unfinished is not None and (count := wanted(unfinished)) > unfinished.ready:
-            expected = unfinished.due_seconds + (count - unfinished.ready - 1) * unfinished.step_seconds
-            # A margin for a slow step, and a millisecond because the event loop wakes up no more exactly
-            until = now + min(1.5 * expected + 0.001, at_most_seconds)
-            while outcomes.ready_count(token_ids) < count and self.error is None and time.monotonic() < until:
-                await self._arrival(until)
         if self.error is not None:
             raise self.error
-        return None if self._is_asked else outcomes.find(token_ids)
+        return self.outcomes.outcome(completion.token_ids, time.monotonic())
+
+    async def rest(
+        self, completion: Tokens, coming: Coming, count: int, at_most_seconds: float = math.inf
+    ) -> Proposal:
+        """A continuation that is still coming, once it has so many tokens; fewer where it takes too long.
+
+        Raises a TandemError as `outcome` does.
+        """
+        # A margin for a slow step, and a millisecond because the event loop wakes up no more exactly
+        seconds = min(1.5 * coming.seconds(count) + 0.001, at_most_seconds)
+        until = time.monotonic() + seconds
+        found: Outcome = coming
+        while isinstance(found, Coming) and found.ready < count and time.monotonic() < until:
+            await self._arrival(until)
+            found = self.outcome(completion)
+        return found.proposal if isinstance(found, Hit | Coming) else coming.proposal
 
     def go_on(self, completion: Tokens, proposal: Proposal, budget: AheadBudget | None) -> None:
         """Tell the draft what is being verified, so that it drafts ahead of that. Nothing is waited for.
@@ -403,29 +400,6 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         if proposal is not None:
             self._check(proposal, *self._question)
         return proposal
-
-    def watch(self, completion: Tokens, count: int) -> Iterator[tuple[int, int]]:
-        """Ask for proposals of so many tokens that nobody waits for. Of each whose tokens have come, or others in their
-        place: how many it had, and how many of them came.
-
-        Raises a TandemError as `propose` does.
-        """
-        if self.error is not None:
-            raise self.error
-        if (answer := self._answer) is not None:
-            self._taken()
-            self._check(answer, *self._question)
-            self._watched.append(answer)
-        if not self._is_asked:
-            self._ask(completion, count)
-        watched, self._watched = self._watched, []
-        for proposal in watched:
-            following = completion.token_ids[proposal.base_length :]
-            came = common_length(proposal.token_ids, following)
-            if came < min(len(proposal), len(following)) or came == len(proposal):
-                yield len(proposal), came
-            else:
-                self._watched.append(proposal)
 
     async def finish(self) -> None:
         if not self._is_asked:
@@ -533,24 +507,3 @@ class DraftClient:
         with errors_of("draft service"):
             answer = await self._stub.MapVocabulary(wire.tokenizer_to_proto(tokenizer))
         return COVERAGE.from_proto(answer.coverage)
-
-
-class NoDrafter:
-    """Proposes nothing: the target alone."""
-
-    def __init__(self, reason: str = "", lead: int = 0) -> None:
-        self._lead = lead
-        self.speculation_state = SpeculationState(is_on=False, num_speculative_tokens=0, reason=reason)
-
-    async def propose(self, completion: Completion) -> Proposal:
-        """The tokens that the grammar forces; otherwise none."""
-        return completion.forced() or Proposal(completion.length, lead=self._lead)
-
-    def end_round(self, result: RoundResult) -> None:
-        """Do nothing, here and below: there is no draft to judge, and no sequence to end."""
-
-    async def finish(self) -> None: ...
-
-    def release(self) -> None: ...
-
-    def cancel(self) -> None: ...

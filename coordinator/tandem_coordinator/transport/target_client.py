@@ -22,9 +22,11 @@ from tandem.config import SpeculativeConfig
 from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
 from tandem.model.outcome_table import OutcomeTable
 from tandem.model.types import (
+    NO_LEAD,
     Delta,
     DenseRow,
     DraftedOutcomes,
+    Lead,
     LeadStats,
     ModelInfo,
     Pending,
@@ -215,7 +217,7 @@ class TargetClient:
 
 
 @dataclass(slots=True, eq=False)
-class _Lead:
+class _LedRounds:
     """The rounds that a target begins by itself, as far as their answers have come."""
 
     allowed: int = 0
@@ -258,50 +260,62 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
         """Of the answer that follows: the serial of the step that was asked, and how many steps behind it."""
         self.pending: Pending | None = None
         """The target's word on the step that was last asked again; None before it has come."""
-        self._lead = _Lead()
+        self._led = _LedRounds()
         self._outcomes = OutcomeTable()
         """As the target has it."""
         self._unwanted = 0
         """Answers that may come of a lead that has ended, each of which began another round."""
-        self._stats = LeadStats()
+        self.stats = LeadStats()
+        """Rounds that the target began by itself."""
         self.is_new = True
         """True before the first answer."""
 
     async def verify(
-        self, committed: Sequence[int], proposal: Proposal, stats: LeadStats | None = None
+        self, committed: Sequence[int], proposal: Proposal, lead: Lead = NO_LEAD
     ) -> Verification:
         """The target's row at each position of the proposal, and at the one after it.
 
-        `committed` are the prompt's and the completion's tokens, a list that grows. Raises a TandemError where the
-        service failed, refused, or sent an invalid answer: the sequence is of no further use.
+        Args:
+            committed: The prompt's and the completion's tokens, a list that grows.
+            proposal: The tokens to verify.
+            lead: How far the target may go on by itself behind them.
+
+        Raises:
+            TandemError: Where the service failed, refused, or sent an invalid answer: the sequence is of no further
+                use.
         """
-        self._committed, self._stats = committed, stats or self._stats
+        self._committed = committed
         delta = self._remote.delta_to(committed, proposal.token_ids)
         self._serial += 1
-        step = self._rows.rule.step(delta, proposal, self._rows.kind, self._serial)
+        step = self._rows.rule.step(delta, proposal, self._rows.kind, self._serial, lead)
         if self.error is not None:
             raise self.error
         self._asked = step, proposal
         self._answer = asyncio.get_running_loop().create_future()
         self.send(*((self._options, step) if self.is_new else (step,)))
-        if not self._lead.continues(step):
+        if not self._led.continues(step):
             self._end_lead()
             self._next_label = self._serial, 0
         # A smaller lead does not reach the target before it has begun what an earlier step allowed.
-        self._lead.allowed = max(step.lead, self._lead.allowed - 1)
-        if self._lead.unasked:
-            self._answer.set_result(self._lead.unasked.popleft()[1])
+        self._led.allowed = max(step.lead, self._led.allowed - 1)
+        if self._led.unasked:
+            self._answer.set_result(self._led.unasked.popleft()[1])
         verification = await self._answer
         self.goes_on()
         self.is_new = False
-        self._stats.rounds += verification.proposed is not None
+        self.stats.rounds += verification.proposed is not None
         return verification
 
-    @property
-    def begun_proposed(self) -> int | None:
-        """How many tokens are proposed in the round that the target has begun by itself; None if it has begun none."""
-        delta = self._lead.first
-        return None if delta is None else len(delta.token_ids) - 1
+    def begun(self, committed: Sequence[int]) -> Proposal | None:
+        """The proposal of the round that the target has begun by itself behind these tokens; None where it has begun
+        none there. What it has begun elsewhere is taken back by the next step."""
+        delta = self._led.first
+        if delta is None:
+            return None
+        base_length = delta.base_length + 1
+        if base_length != len(committed) or delta.token_ids[0] != committed[-1]:
+            return None
+        return Proposal(base_length, tuple(delta.token_ids[1:]))
 
     def ask_again(self) -> None:
         """Ask once more for the answer that is awaited. The target repeats it, says that the step is pending, or ends
@@ -310,7 +324,7 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
             self.pending = None
             self.send(self._asked[0])
 
-    def expect(self, drafted: DraftedOutcomes) -> None:
+    def pass_on(self, drafted: DraftedOutcomes) -> None:
         """Tell the target what the draft proposes after outcomes of the round in progress."""
         if self._asked is not None and self._outcomes.add(drafted):
             self.send(drafted)
@@ -326,10 +340,12 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
 
     def _end_lead(self) -> None:
         """Drop what the target did by itself. It may have begun another round, and more until it learns of it."""
-        lead, left = self._lead, self._lead.allowed - len(self._lead.unasked)
-        begins_more = lead.next is not None and left > 0
-        self._lead, self._unwanted = _Lead(), left - 1 if begins_more else 0
-        self._stats.wasted += len(lead.unasked) + begins_more
+        led = self._led
+        left = led.allowed - len(led.unasked)
+        begins_more = led.next is not None and left > 0
+        self._led = _LedRounds()
+        self._unwanted = left - 1 if begins_more else 0
+        self.stats.wasted += len(led.unasked) + begins_more
 
     def take(self, answer: _Answer) -> None:
         """Take an answer of the service.
@@ -356,7 +372,7 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
             )
         verification = answer.verification(step)
         check_rows(verification, self._rows.vocabulary_size, with_statistics=step.with_statistics)
-        self._lead.next = self._led_delta(step, verification)
+        self._led.next = self._led_delta(step, verification)
         if step.row_kind is RowKind.SUPPORT and (decide := self._rows.rule.decide_many) is not None:
             own = Round(proposal, verification, self._options.sampling)
             verification = self._rounds.add(answer.message, decide, own)
@@ -383,7 +399,8 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
         return True
 
     def _take_led(self, answer: wire.Answer) -> None:
-        lead, delta = self._lead, self._lead.next
+        led = self._led
+        delta = led.next
         if delta is None:
             self._count_unwanted()
             return
@@ -397,17 +414,17 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
         step = VerifyStep(delta, RowKind.TOKEN, len(delta.token_ids), lead=1)
         verification = answer.verification(step)
         check_rows(verification, self._rows.vocabulary_size)
-        lead.next = self._led_delta(step, verification)
+        led.next = self._led_delta(step, verification)
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(verification)
-        elif len(lead.unasked) < lead.allowed:
-            lead.unasked.append((delta, verification))
+        elif len(led.unasked) < led.allowed:
+            led.unasked.append((delta, verification))
         else:
             raise ProtocolError("target service: it went further by itself than it was allowed")
 
     def _count_unwanted(self) -> None:
         """An answer has come of a lead that has ended."""
-        self._stats.wasted += self._unwanted > 0
+        self.stats.wasted += self._unwanted > 0
         self._unwanted = max(self._unwanted - 1, 0)
 
     def _led_delta(self, step: VerifyStep, answer: Verification) -> Delta | None:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from tandem.engine.core.background import Lead
+from tandem.engine.core.background import HeadStart
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Failed, StepRecord
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
@@ -164,7 +164,7 @@ class BranchDrafting:
         tokens = self.budget.token_count
         return max(min(tokens, self.drafter.engine.max_length - self.delta.length - tokens - 1), 0)
 
-    def begin(self, logits: Tensor, room: int, lead: Lead | None) -> BranchStep | None:
+    def begin(self, logits: Tensor, room: int, lead: HeadStart | None) -> BranchStep | None:
         drafter, trunk = self.drafter, self.trunk
         shared = None if trunk is None else trunk.tokens
         if trunk is not None:
@@ -234,7 +234,7 @@ class BranchDrafting:
             return None
         return [*self.context[: len(self.context) - len(self.proposed) + accepted], token_id]
 
-    def _led(self, lead: Lead) -> int | None:
+    def _led(self, lead: HeadStart) -> int | None:
         """Let the first branch go on behind the lead; its next token, None where the logits are not finite."""
         self._lead_count = len(lead.token_ids)
         first = self._branches[0]

@@ -25,15 +25,17 @@ from tandem.rpc.addresses import split_addresses
 from tandem.scopes import RequestScopes
 from tandem_coordinator.drafting import (
     MODEL_RULES,
+    Coming,
     Deployment,
     DraftClient,
     DraftLimits,
     DraftPlacement,
     DraftSequence,
+    Idle,
     Member,
+    Miss,
     OpenSequence,
     Pool,
-    Unfinished,
     needs_mapping,
     tokens_after_hit,
 )
@@ -241,12 +243,11 @@ class DraftedRow:
         if count <= 0:
             return NOTHING
         until = batch.until
-        if sequence.outcomes.awaits(self.token_ids):
-            drafted = await self._drafted_ahead(sequence, batch, until, count)
-            if drafted is not None:
-                sequence.go_on(self, drafted, batch.budget)
-                placement.count_proposal()
-                return drafted
+        drafted = await self._drafted_ahead(sequence, batch, until, count)
+        if drafted is not None:
+            sequence.go_on(self, drafted, batch.budget)
+            placement.count_proposal()
+            return drafted
         if not sequence.is_idle:
             counts.late_rows += 1
             return NOTHING  # it reads the prompt, or is late already
@@ -264,15 +265,20 @@ class DraftedRow:
     async def _drafted_ahead(
         self, sequence: DraftSequence, batch: Batch, until: float, count: int
     ) -> Proposal | None:
-        def wanted(unfinished: Unfinished) -> int:
-            most = min(count, unfinished.max_tokens, len(batch.expected) - 1)
-            expected = batch.expected[: most + 1]
-            return tokens_after_hit(expected, unfinished, tokens_per_second=batch.tokens_per_second)
-
-        drafted = await sequence.drafted_ahead(self, wanted, until - time.monotonic())
-        self._counts.awaited_outcomes += 1
-        if drafted is None or not drafted.token_ids:
+        """The continuation of what vLLM has sampled, if the draft made it meanwhile; None without one."""
+        outcome = sequence.outcome(self)
+        if isinstance(outcome, Idle):
             return None
+        self._counts.awaited_outcomes += 1
+        if isinstance(outcome, Miss):
+            return None
+        drafted = outcome.proposal
+        if isinstance(outcome, Coming):
+            most = min(count, outcome.max_tokens, len(batch.expected) - 1)
+            expected = batch.expected[: most + 1]
+            worth = tokens_after_hit(expected, outcome, tokens_per_second=batch.tokens_per_second)
+            if worth > outcome.ready:
+                drafted = await sequence.rest(self, outcome, worth, until - time.monotonic())
         self._counts.hits += 1
         return drafted.cut(count)
 

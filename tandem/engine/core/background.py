@@ -26,7 +26,7 @@ MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lead:
+class HeadStart:
     """Tokens of a branch behind those that its sequence goes on with: the likeliest continuation has begun already."""
 
     token_ids: SequenceOf[int]
@@ -52,7 +52,7 @@ class BackgroundJob(Protocol):
     def max_lead(self) -> int:
         """Number of tokens behind the trunk that are of use if a branch of the sequence's last job has them."""
 
-    def begin(self, logits: Tensor, room: int, lead: Lead | None) -> BranchStep | None:
+    def begin(self, logits: Tensor, room: int, lead: HeadStart | None) -> BranchStep | None:
         """Choose the branches by the logits of the trunk's last positions, [row_count, vocabulary_size]; the first
         step, or None for no branches. `room` counts tokens that fit behind the trunk and the lead, whose tokens are in
         the cache and which a branch may go on behind."""
@@ -82,7 +82,7 @@ class _Branches:
     known: SequenceOf[Tensor] = ()
     """Logits of the first of the trunk's last positions, [positions, vocabulary_size], that a branch of the sequence's
     job before has computed."""
-    lead: Lead | None = None
+    lead: HeadStart | None = None
     trunk_length: int = 0
     """Tokens before the branches, the lead included."""
     ran: list[tuple[BranchStep, Tensor]] = field(default_factory=list)
@@ -92,7 +92,7 @@ class _Branches:
     def row_count(self) -> int:
         return self.job.row_count - sum(len(logits) for logits in self.known)
 
-    def continuation(self, max_lead: int) -> tuple[list[int], Tensor, Lead | None] | None:
+    def continuation(self, max_lead: int) -> tuple[list[int], Tensor, HeadStart | None] | None:
         """The branch that the sequence's uncomputed tokens begin with, as far as it was computed; None for another
         continuation. Only the branches from the trunk's end go on with the lead. Returns the places of its tokens' keys
         and values; the logits that follow each of those tokens which the sequence has; and up to `max_lead` tokens that
@@ -113,7 +113,7 @@ class _Branches:
             places = [*range(length - len(led), length), *behind]
             rows = [*(() if lead is None else lead.logits), *(logits[branch] for _, logits in own)]
             known = torch.stack(rows[:end])
-            return places[:end], known[:count], Lead(further, known[count:]) if further else None
+            return places[:end], known[:count], HeadStart(further, known[count:]) if further else None
         return None
 
 

@@ -109,7 +109,7 @@ class StepRecord:
 
 
 @dataclass(slots=True)
-class _Lead:
+class _LedJobs:
     """Jobs of one sequence by number: 0 is the one that was submitted."""
 
     allowed: int
@@ -127,14 +127,14 @@ class Leads:
     method is called on the engine's thread."""
 
     def __init__(self) -> None:
-        self._leads: dict[Sequence, _Lead] = {}
+        self._leads: dict[Sequence, _LedJobs] = {}
         self.begun_count = 0
         self.wasted_count = 0
         """Those of them that nobody asked for until their lead ended."""
 
     def follow(self, job: Job[Any], following: Job[Any]) -> Job[Any] | None:
         """Let one job follow another that was answered; returns it if it may begin."""
-        lead = self._leads.setdefault(job.sequence, _Lead(allowed=job.lead))
+        lead = self._leads.setdefault(job.sequence, _LedJobs(allowed=job.lead))
         lead.waiting = following
         return self._next(lead)
 
@@ -157,7 +157,7 @@ class Leads:
         lead = self._leads.get(sequence)
         return lead is not None and lead.begun > lead.asked
 
-    def _next(self, lead: _Lead) -> Job[Any] | None:
+    def _next(self, lead: _LedJobs) -> Job[Any] | None:
         if lead.waiting is None or lead.begun >= lead.allowed:
             return None
         job, lead.waiting = lead.waiting, None

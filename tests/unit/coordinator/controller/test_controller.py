@@ -14,16 +14,15 @@ from tandem_coordinator import speculation_report as report
 from tandem_coordinator.controller import (
     ALONE,
     TRIAL_ROUNDS,
-    Mode,
     RequestController,
     RequestKind,
     SpeculationController,
     Terms,
     request_kind,
 )
-from tandem_coordinator.stats.rounds import RoundCost
+from tandem_coordinator.stats.rounds import Mode, RoundCost
 from tests.unit.coordinator.cli import samples
-from tests.unit.coordinator.round_results import round_result
+from tests.unit.coordinator.ended_rounds import round_ended
 
 KIND = request_kind("draft", "residual", 1.0)
 K = 4
@@ -45,7 +44,7 @@ def simulate(
         tokens = load * (proposed + 1)
         seconds = 0.0101 + drafting
         cost = RoundCost(proposed, seconds, 0.01, load, tokens, drafting, load)
-        request.end_round(round_result(proposed, min(accepted, proposed), cost))
+        request.round_ended(round_ended(proposed, min(accepted, proposed), cost))
     return lengths
 
 
@@ -110,7 +109,7 @@ def test_a_mode_that_lost_much_does_not_keep_another_waiting() -> None:
         seconds = 0.0101 + (0.004 if granted and plan.tokens else drafting)
         cost = RoundCost(plan.tokens, seconds, 0.01, 1, plan.tokens + 1, drafting, 1)
         modes += [plan.mode] if plan.tokens else []
-        request.end_round(round_result(plan.tokens, 0, cost, awaited=granted > 0 and plan.tokens > 0))
+        request.round_ended(round_ended(plan.tokens, 0, cost, awaited=granted > 0 and plan.tokens > 0))
         granted = plan.outcomes
     turns = [mode for mode, _ in groupby(modes)]
     assert Mode.ASKED in turns
@@ -139,7 +138,7 @@ def test_a_predicted_gain_is_at_most_what_a_whole_proposal_makes(leads: bool) ->
         seconds = 0.012 if proposed else 0.03
         cost = RoundCost(proposed, seconds, 0.01, 4, 4 * (proposed + 1), 0.0005 * proposed, 4)
         cost.was_led = leads and not proposed
-        request.end_round(round_result(proposed, min(proposed, 1), cost))
+        request.round_ended(round_ended(proposed, min(proposed, 1), cost))
     assert alone >= TRIAL_ROUNDS, "some rounds tried it"
     (decision,) = report.describe_decisions(controller)
     assert 1.0 < decision.gain <= K + 1, decision.reason
@@ -207,7 +206,7 @@ def test_rounds_that_the_target_leads_take_their_mean_however_unevenly_they_are_
     for number in range(200):
         request.begin_round(1)
         cost = RoundCost(0, 0.019 if number % 2 else 0.001, 0.01, 1, 1, was_led=True)
-        request.end_round(round_result(0, 0, cost))
+        request.round_ended(round_ended(0, 0, cost))
     assert request.decision is not None
     assert request.decision.seconds[0][0] == pytest.approx(0.01, rel=0.1)
 

@@ -8,24 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.model.types import MAX_AHEAD_TOKENS, AheadBudget, StepProfile
+from tandem.model.types import MAX_AHEAD_TOKENS, AheadBudget, Proposal, StepProfile
 from tandem_coordinator.controller import (
     OUTCOMES,
     PRIOR_RATE,
     ConditionalRates,
     CostModel,
     GainModel,
-    Mode,
     ServiceSpeed,
     StepModel,
     StepSeconds,
     Terms,
-    Unfinished,
     expected_tokens,
     request_kind,
     tokens_after_hit,
 )
-from tandem_coordinator.stats.rounds import RoundCost
+from tandem_coordinator.outcomes import Coming
+from tandem_coordinator.stats.rounds import Mode, RoundCost
 
 PROFILE = StepProfile({(1, 1): 0.01, (1, 5): 0.014, (8, 1): 0.02, (8, 5): 0.06})
 
@@ -161,6 +160,10 @@ def test_requests_of_one_temperature_range_share_acceptance(temperature: float, 
     assert request_kind("draft", "residual", temperature).temperatures == words
 
 
+def proposal_of(count: int) -> Proposal:
+    return Proposal(1, (7,) * count)
+
+
 _EXPECTED = [1.0, 1.75, 2.3, 2.7, 3.0]
 
 
@@ -177,13 +180,15 @@ _EXPECTED = [1.0, 1.75, 2.3, 2.7, 3.0]
 def test_a_round_waits_after_a_hit_for_as_many_tokens_as_pay(
     ready: int, due_ms: float, step_ms: float, count: int
 ) -> None:
-    unfinished = Unfinished(ready, 4, due_ms / 1e3, step_ms / 1e3)
-    assert tokens_after_hit(_EXPECTED, unfinished, tokens_per_second=300.0) == count
+    coming = Coming(proposal_of(ready), 0, 4, due_ms / 1e3, step_ms / 1e3)
+    assert tokens_after_hit(_EXPECTED, coming, tokens_per_second=300.0) == count
 
 
 @given(st.integers(0, 4), st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 1e4))
 def test_a_wait_is_never_for_fewer_tokens_than_are_ready(
     ready: int, due: float, step: float, tokens_per_second: float
 ) -> None:
-    found = tokens_after_hit(_EXPECTED, Unfinished(ready, 4, due, step), tokens_per_second=tokens_per_second)
+    found = tokens_after_hit(
+        _EXPECTED, Coming(proposal_of(ready), 0, 4, due, step), tokens_per_second=tokens_per_second
+    )
     assert ready <= found <= 4

@@ -15,14 +15,13 @@ from tandem.model.types import ModelInfo, StepCost, StepProfile
 from tandem_coordinator.controller import (
     TRIAL_SHARE,
     RequestController,
-    RoundPlan,
     SpeculationController,
     Terms,
     expected_tokens,
     request_kind,
 )
-from tandem_coordinator.stats.rounds import RoundCost, RoundResult
-from tests.unit.coordinator.round_results import round_result
+from tandem_coordinator.stats.rounds import RoundCost, RoundEnded, RoundPlan
+from tests.unit.coordinator.ended_rounds import round_ended
 
 MAX_TOKENS = 6
 LOADS = (1, 2, 4, 8, 16)
@@ -111,7 +110,7 @@ class Oracle:
     def begin_round(self, load: int) -> RoundPlan:
         return RoundPlan(self.best_tokens(load))
 
-    def end_round(self, result: RoundResult) -> None:
+    def round_ended(self, result: RoundEnded) -> None:
         """Nothing to learn."""
 
 
@@ -178,7 +177,7 @@ class Cluster:
             if not request.is_first:
                 own = draft * count / max(longest, 1)
                 cost = RoundCost(count, seconds, verify, load, tokens, own, max(drafting, 1))
-                request.speculation.end_round(round_result(count, accepted, cost))
+                request.speculation.round_ended(round_ended(count, accepted, cost))
                 self.lengths.setdefault(load, [0] * (MAX_TOKENS + 1))[count] += 1
             request.is_first = False
             request.tokens_left -= accepted + 1
@@ -357,8 +356,8 @@ def _ahead_efficiencies(profile: Profile, contention: float, branch: float, seed
         )
         cost = RoundCost(tokens, seconds, verify, 1, tokens + 1, draft if rank is None else 0.0, 1)
         was_awaited = awaited > 0 and tokens > 0
-        request.end_round(
-            round_result(tokens, accepted, cost, awaited=was_awaited, rank=rank, branch_step=step)
+        request.round_ended(
+            round_ended(tokens, accepted, cost, awaited=was_awaited, rank=rank, outcome_step=step)
         )
         made, passed = made + expected[tokens], passed + seconds
         awaited = plan.outcomes
@@ -392,7 +391,7 @@ def test_a_pause_in_a_drafts_first_step_does_not_stop_speculation_for_good() -> 
         verify = CHEAP.verify_seconds(1, proposed + 1)
         seconds = verify + draft + CHEAP.message_seconds(1, proposed > 0)
         cost = RoundCost(proposed, seconds, verify, 1, proposed + 1, draft, 1)
-        request.end_round(round_result(proposed, min(proposed, 3), cost))
+        request.round_ended(round_ended(proposed, min(proposed, 3), cost))
     assert request.begin_round(1).tokens >= 3
 
 
@@ -506,7 +505,7 @@ def unprofiled_lengths(seed: int, rounds: int, paused: int = 0) -> list[int]:
             seen[proposed > 0] += 1
             seconds += 0.1 * (seen[proposed > 0] == paused)
         cost = RoundCost(proposed, seconds, verify, 1, 1 + proposed, draft, 1)
-        request.end_round(round_result(proposed, proposed, cost if number else None))
+        request.round_ended(round_ended(proposed, proposed, cost if number else None))
         lengths.append(tokens)
     return lengths
 

@@ -38,7 +38,7 @@ from tandem_coordinator.decoding.completion import (
     ThinkSpans,
     think_spans,
 )
-from tandem_coordinator.decoding.logprobs import TokenRecorder, token_logprobs
+from tandem_coordinator.decoding.logprobs import details_of, token_logprobs
 from tests.paths import DEMO_TARGET
 
 TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
@@ -84,8 +84,9 @@ def test_a_completion_goes_on_after_what_was_delivered(cut: int) -> None:
 
 
 def test_a_chunk_is_marked_if_its_proposal_was_drafted_ahead() -> None:
-    target, acceptance = completion(), Acceptance(1, 7, NextToken.BONUS)
-    assert target.extend(Proposal(2, (10,), outcome_rank=0), acceptance).drafted_ahead
+    target = completion()
+    acceptance = Acceptance(1, 7, NextToken.BONUS)
+    assert target.extend(Proposal(2, (10,)), acceptance, ahead=True).drafted_ahead
     assert not target.extend(Proposal(4, (10,)), acceptance).drafted_ahead
 
 
@@ -250,20 +251,27 @@ def test_logprobs_are_those_of_the_distribution_and_top_tokens_come_first(
 
 def test_each_kept_token_is_looked_up_in_its_own_row() -> None:
     rows = tuple(DenseRow(np.eye(4, dtype=np.float32)[i] * 50) for i in (2, 0, 1))
-    recorder = TokenRecorder(GenerationRequest("", logprobs=1), SamplingParams())
-    accept = recorder.recording(lambda proposal, verification: Acceptance(1, 3, NextToken.RECOVERED))
-    accept(Proposal(5, (2, 1)), Verification(5, rows))
-    chunk = recorder.added_to(Chunk("", (2, 3), (True, False), (0, 0)))
+    details = details_of(GenerationRequest("", logprobs=1), SamplingParams())
+    assert details is not None
+    chunk = Chunk("", (2, 3), (True, False), (0, 0))
+    kept = Acceptance(1, 3, NextToken.RECOVERED)
+    chunk = details(chunk, Proposal(5, (2, 1)), Verification(5, rows), kept)
     assert [position.top_token_ids for position in chunk.logprobs] == [(2,), (0,)]
     assert [position.logprob for position in chunk.logprobs] == pytest.approx([0.0, -50.0])
 
 
 def test_dropped_tokens_have_no_logprobs() -> None:
     row = DenseRow(np.zeros(4, np.float32))
-    recorder = TokenRecorder(GenerationRequest("", logprobs=0), SamplingParams())
-    accept = recorder.recording(lambda proposal, verification: Acceptance(2, 3, NextToken.BONUS))
-    accept(Proposal(5, (2, 1)), Verification(5, (row, row, row)))
-    assert len(recorder.added_to(Chunk("", (2,), (True,), (0,))).logprobs) == 1
+    details = details_of(GenerationRequest("", logprobs=0), SamplingParams())
+    assert details is not None
+    kept = Acceptance(2, 3, NextToken.BONUS)
+    chunk = Chunk("", (2,), (True,), (0,))
+    chunk = details(chunk, Proposal(5, (2, 1)), Verification(5, (row, row, row)), kept)
+    assert len(chunk.logprobs) == 1
+
+
+def test_a_request_that_wants_to_know_nothing_of_its_tokens_costs_nothing() -> None:
+    assert details_of(GenerationRequest(""), SamplingParams()) is None
 
 
 def test_probabilities_are_those_of_proposal_and_rows_as_far_as_these_say() -> None:
@@ -273,10 +281,11 @@ def test_probabilities_are_those_of_proposal_and_rows_as_far_as_these_say() -> N
     past = SupportRow(np.array([], np.int64), np.array([]), 1.0, 4, None, 0.5)
 
     def recorded(proposal: Proposal, rows: tuple[TargetRow, ...], kept: Acceptance) -> Chunk:
-        recorder = TokenRecorder(GenerationRequest("", probabilities=True), SamplingParams())
-        recorder.recording(lambda *_: kept)(proposal, Verification(5, rows))
+        details = details_of(GenerationRequest("", probabilities=True), SamplingParams())
+        assert details is not None
         tokens = kept.accepted_count + 1
-        return recorder.added_to(Chunk("", (0,) * tokens, (True,) * tokens, (0,) * tokens))
+        chunk = Chunk("", (0,) * tokens, (True,) * tokens, (0,) * tokens)
+        return details(chunk, proposal, Verification(5, rows), kept)
 
     proposal = Proposal(5, (5, 2), drawn)
     chunk = recorded(proposal, (inside, inside, past), Acceptance(2, 4, NextToken.BONUS))

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from tandem.errors import ServiceUnavailableError
+from tandem.errors import ServiceUnavailableError, TandemError
 from tandem.model.types import Pending
 from tandem_coordinator.replicas.hangs import (
     MARGIN,
@@ -31,10 +31,21 @@ class FakeSequence:
     pending: Pending | None = None
     unwritten: int = 0
     asked: int = 0
+    answer: asyncio.Future[None] | None = None
 
     def ask_again(self) -> None:
         self.pending = None
         self.asked += 1
+
+    async def answered(self) -> None:
+        """Never, but by an error."""
+        self.answer = asyncio.get_running_loop().create_future()
+        await self.answer
+
+    def fail(self, error: TandemError) -> None:
+        assert self.answer is not None
+        if not self.answer.done():
+            self.answer.set_exception(error)
 
 
 @pytest.fixture
@@ -220,10 +231,11 @@ def test_the_first_answer_may_wait_for_the_prompts_of_all(clock: Clock, steps: U
     assert len(steps.overdue()) == 10
 
 
-async def waited(steps: UnansweredSteps) -> str:
+async def waited(steps: UnansweredSteps, until: float | None = None) -> str:
     """Wait for an answer that never comes."""
+    sequence = FakeSequence()
     try:
-        await steps.wait(asyncio.Event().wait(), FakeSequence(), 5, is_first=False)
+        await steps.wait(sequence.answered(), sequence, 5, is_first=False, until=until)
     except asyncio.CancelledError:
         return "cancelled"
     except ServiceUnavailableError as error:
@@ -239,6 +251,12 @@ async def test_a_wait_is_given_up_once(clock: Clock, steps: UnansweredSteps) -> 
     steps.give_up(steps.overdue())
     assert not steps.overdue()
     assert await waiting == "target service: no answer to a verification within 11 s"
+
+
+async def test_a_wait_ends_at_its_own_moment(steps: UnansweredSteps) -> None:
+    """Of a sequence that moves, which may stay where it is."""
+    until = asyncio.get_running_loop().time() + 0.01
+    assert (await waited(steps, until)).startswith("target service: no answer to a verification within")
 
 
 @pytest.mark.parametrize("is_silent", [False, True])

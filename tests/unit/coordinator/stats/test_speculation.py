@@ -26,7 +26,7 @@ from tandem_coordinator.stats.speculation import (
     tokens_per_pass,
 )
 from tests.service.clients import until
-from tests.unit.coordinator.round_results import round_result
+from tests.unit.coordinator.ended_rounds import round_ended
 
 
 def counted(*rounds: tuple[int, int, int]) -> SpeculationStats:
@@ -34,7 +34,7 @@ def counted(*rounds: tuple[int, int, int]) -> SpeculationStats:
     tally = RoundTally()
     for count, drafted, accepted in rounds:
         for _ in range(count):
-            tally.add(drafted, accepted)
+            tally.add_round(round_ended(drafted, accepted))
     return tally.stats()
 
 
@@ -92,11 +92,11 @@ async def test_statistics_by_rule_since_the_start() -> None:
         ("greedy", 3, 3),
         ("residual", 2, 2),
     ):
-        log.round_ended(rule, round_result(drafted, accepted))
+        log.round_ended(rule, round_ended(drafted, accepted))
     total, by_rule = log.snapshot()
     assert by_rule == {"residual": counted((2, 2, 1), (1, 2, 2)), "greedy": counted((1, 3, 3))}
     assert total == counted((2, 2, 1), (1, 3, 3), (1, 2, 2))
-    log.round_ended("greedy", round_result(3, 0))
+    log.round_ended("greedy", round_ended(3, 0))
     assert by_rule["greedy"] == counted((1, 3, 3)), "a snapshot stays as it was"
     log.close()
 
@@ -104,11 +104,11 @@ async def test_statistics_by_rule_since_the_start() -> None:
 async def test_the_last_minute_forgets() -> None:
     clock = Clock()
     log = StatsLog(clock=clock)
-    log.round_ended("greedy", round_result(2, 2))
+    log.round_ended("greedy", round_ended(2, 2))
     assert (log.last_minute().drafted, log.last_minute().accepted) == (2, 2)
     log.close()  # ends the interval
     clock.now += 30.0
-    log.round_ended("greedy", round_result(2, 0))
+    log.round_ended("greedy", round_ended(2, 0))
     assert (log.last_minute().drafted, log.last_minute().accepted) == (4, 2)
     log.close()
     clock.now += 31.0
@@ -143,7 +143,7 @@ def test_the_rate_equals_that_of_a_full_record(steps: list[tuple[float, int]], s
 
 def count(log: StatsLog, draft: str | None, target: str, *rounds: tuple[int, int]) -> None:
     for proposed, accepted in rounds:
-        log.round_ended("strict", round_result(proposed, accepted, draft=draft, target=target))
+        log.round_ended("strict", round_ended(proposed, accepted, draft=draft, target=target))
 
 
 async def test_a_line_for_each_interval_with_activity(caplog: pytest.LogCaptureFixture) -> None:
@@ -184,7 +184,7 @@ def stats_of(*ranks: int | None, saved: float = 0.25) -> SpeculationStats:
     tally = RoundTally()
     for rank in ranks:
         hit_seconds = 0.0 if rank is None else saved
-        tally.add_result(round_result(4, 2, awaited=True, rank=rank, saved=hit_seconds))
+        tally.add_round(round_ended(4, 2, awaited=True, rank=rank, saved=hit_seconds))
     return tally.stats()
 
 
@@ -228,7 +228,7 @@ rounds = st.integers(0, 6).flatmap(lambda drafted: st.tuples(st.just(drafted), s
 def test_statistics_are_those_of_counting_each_position(made: list[tuple[int, int]]) -> None:
     tally = RoundTally()
     for drafted, accepted in made:
-        tally.add(drafted, accepted)
+        tally.add_round(round_ended(drafted, accepted))
     stats = tally.stats()
     assert stats.rounds == len(made)
     assert stats.drafted == sum(drafted for drafted, _ in made)

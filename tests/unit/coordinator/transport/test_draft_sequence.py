@@ -156,26 +156,6 @@ async def test_a_draft_that_does_not_read_is_told_no_more() -> None:
     sequence.cancel()
 
 
-async def test_a_watched_proposal_is_compared_with_what_comes_and_nobody_waits_for_it() -> None:
-    service = Service()
-    sequence = await opened(service)
-    found: list[tuple[int, int]] = []
-    for length, answer, expected in (
-        (4, Proposal(4, (4, 5, 6)), []),
-        (6, Proposal(6, (6, 99)), []),  # two of three tokens have come, and the next question is asked
-        (7, None, [(3, 3)]),
-        (8, Proposal(6, (6, 7)), [(3, 3), (2, 1)]),
-    ):
-        found += sequence.watch(completion(length), 3)
-        assert found == expected
-        if answer is not None:
-            service.answer(answer)
-            await settled()
-    with pytest.raises(ProtocolError, match="its proposal extends 6 tokens; it must extend 7"):
-        list(sequence.watch(completion(9), 3))
-    sequence.cancel()
-
-
 @pytest.mark.parametrize("unasked", [Proposal(5), Proposal(6)])
 async def test_answers_that_nobody_asked_for_are_refused(unasked: Proposal) -> None:
     """A step that only grants a budget has no answer of its own."""

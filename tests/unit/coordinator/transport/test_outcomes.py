@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tandem.errors import ProtocolError
 from tandem.model.types import AheadBudget, DraftedOutcomes, Proposal, RowKind, SparseDistribution
+from tandem_coordinator.outcomes import Coming, Hit, Idle, Miss
 from tandem_coordinator.transport.draft_client import PendingOutcomes
 
 VOCABULARY_SIZE = 12
@@ -39,20 +40,24 @@ def pending(
     return made
 
 
+def hit_in(outcomes: PendingOutcomes, *tokens: int) -> Hit | Coming:
+    """What is there after the base and these tokens."""
+    found = outcomes.outcome((*PREFIX, *tokens), 0.0)
+    assert isinstance(found, Hit | Coming)
+    return found
+
+
 def found_in(outcomes: PendingOutcomes, *tokens: int) -> Proposal:
-    """The proposal after the base and these tokens."""
-    proposal = outcomes.find((*PREFIX, *tokens))
-    assert proposal is not None
-    return proposal
+    return hit_in(outcomes, *tokens).proposal
 
 
 def test_the_actual_outcome_is_found_with_its_rank_and_all_its_tokens() -> None:
     outcomes = pending(FIRST, SECOND)
-    whole, none, one = (found_in(outcomes, *tokens) for tokens in ((*PROPOSED, 10), (11,), (1, 1)))
-    assert (whole.base_length, whole.token_ids, whole.outcome_rank) == (BASE + 4, (4, 7), 0)
-    assert (none.base_length, none.token_ids, none.outcome_rank) == (BASE + 1, (5, 8), 1)
-    assert (one.token_ids, one.outcome_rank) == ((6,), 2), "its branch ended after one token"
-    assert whole.distributions == ()
+    whole, none, one = (hit_in(outcomes, *tokens) for tokens in ((*PROPOSED, 10), (11,), (1, 1)))
+    assert (whole.proposal.base_length, whole.proposal.token_ids, whole.rank) == (BASE + 4, (4, 7), 0)
+    assert (none.proposal.base_length, none.proposal.token_ids, none.rank) == (BASE + 1, (5, 8), 1)
+    assert (one.proposal.token_ids, one.rank) == ((6,), 2), "its branch ended after one token"
+    assert whole.proposal.distributions == ()
 
 
 def test_a_continuation_that_has_ended_has_the_tokens_before() -> None:
@@ -61,10 +66,12 @@ def test_a_continuation_that_has_ended_has_the_tokens_before() -> None:
     outcomes = pending(FIRST, replace(SECOND, token_ids=(-1, 8)))
     found, other = found_in(outcomes, *PROPOSED, 10), found_in(outcomes, 11)
     assert (found.token_ids, other.token_ids) == ((4,), (5, 8))
-    assert outcomes.unfinished(came, 0.0) is None
+    assert isinstance(outcomes.outcome(came, 0.0), Hit), "it is done with it"
     with pytest.raises(ProtocolError, match="went on with a continuation that it had ended"):
         outcomes.add(DraftedOutcomes(BASE, 2, (3, 9)))
-    assert pending(replace(FIRST, token_ids=(-1, 5, 6))).find(came) is None, "it has no token at all"
+    assert isinstance(pending(replace(FIRST, token_ids=(-1, 5, 6))).outcome(came, 0.0), Miss), (
+        "it has no token"
+    )
 
 
 def test_the_first_outcome_has_what_the_draft_is_ahead_with() -> None:
@@ -72,13 +79,12 @@ def test_the_first_outcome_has_what_the_draft_is_ahead_with() -> None:
     outcomes = pending(replace(FIRST, lead_token_ids=(7,)))
     found, other = found_in(outcomes, *PROPOSED, 10), found_in(outcomes, 11)
     assert (found.token_ids, other.token_ids) == ((4, 7), (5,))
-    assert (outcomes.ready_count(came), outcomes.ready_count((*PREFIX, 11))) == (2, 1)
     outcomes.add(replace(SECOND, lead_token_ids=(9,)))
     found, other = found_in(outcomes, *PROPOSED, 10), found_in(outcomes, 11)
     assert (found.token_ids, other.token_ids) == ((4, 7, 9), (5, 8))
-    assert outcomes.unfinished(came, 0.0) is None, "it is complete"
+    assert isinstance(outcomes.outcome(came, 0.0), Hit), "it is complete"
     outcomes.expect(BASE + 4, (4, 7, 9), BUDGET)
-    assert outcomes.ready_count((*came, 4, 7, 9, 1)) == 0, "that was ahead of the last round"
+    assert isinstance(outcomes.outcome((*came, 4, 7, 9, 1), 0.0), Miss), "that was ahead of the last round"
 
 
 def test_a_continuation_that_the_draft_still_drafts_says_when_its_next_token_is_due() -> None:
@@ -86,20 +92,22 @@ def test_a_continuation_that_the_draft_still_drafts_says_when_its_next_token_is_
     outcomes.expect(BASE, PROPOSED, BUDGET)
     came = (*PREFIX, *PROPOSED, 10)
     outcomes.add(FIRST, 1.0)
-    assert outcomes.unfinished(came, 1.1) is None, "no step has been timed"
+    assert isinstance(outcomes.outcome(came, 1.1), Hit), "no step has been timed"
     outcomes.add(SECOND, 1.4)
-    unfinished = outcomes.unfinished(came, 1.5)
-    assert unfinished is not None
-    assert unfinished == pytest.approx((2, BUDGET.token_count, 0.3, 0.4))
-    late = outcomes.unfinished(came, 9.0)
-    assert late is not None
+    coming = outcomes.outcome(came, 1.5)
+    assert isinstance(coming, Coming)
+    assert (coming.ready, coming.max_tokens) == (2, BUDGET.token_count)
+    assert (coming.due_seconds, coming.step_seconds) == pytest.approx((0.3, 0.4))
+    assert [coming.seconds(count) for count in (1, 2, 3, 4)] == pytest.approx([0.0, 0.0, 0.3, 0.7])
+    late = outcomes.outcome(came, 9.0)
+    assert isinstance(late, Coming)
     assert late.due_seconds == 0.0
-    assert outcomes.unfinished((*PREFIX, 1, 1), 1.5) is None, "the draft gave it up after one token"
-    assert outcomes.unfinished((*PREFIX, 2), 1.5) is None, "the outcome was not drafted for"
+    assert isinstance(outcomes.outcome((*PREFIX, 1, 1), 1.5), Hit), "the draft gave it up after one token"
+    assert isinstance(outcomes.outcome((*PREFIX, 2), 1.5), Miss), "the outcome was not drafted for"
     outcomes.add(DraftedOutcomes(BASE, 2, (9,)), 1.8)
-    assert outcomes.unfinished(came, 1.9) is None, "it is complete"
+    assert isinstance(outcomes.outcome(came, 1.9), Hit), "it is complete"
     outcomes.expect(BASE + 4, (4, 7, 9), BUDGET)
-    assert outcomes.unfinished((*came, 4, 7, 9, 11), 2.0) is None, "nothing has arrived in this round"
+    assert isinstance(outcomes.outcome((*came, 4, 7, 9, 11), 2.0), Miss), "nothing has arrived in this round"
 
 
 def test_distributions_come_with_their_tokens() -> None:
@@ -277,7 +285,8 @@ def test_outcomes_agree_with_a_plain_search(
             reference.add(last)
             for tail in [*([*proposed[:a], t] for a, t in keys), *others, []]:
                 token_ids = [0] * length + tail
-                found = outcomes.find(token_ids)
-                assert (None if found is None else found.token_ids) == reference.find(token_ids)
-                assert found is None or found.base_length == len(token_ids)
-                assert found is None or outcomes.awaits(token_ids)
+                found = outcomes.outcome(token_ids, 0.0)
+                proposal = found.proposal if isinstance(found, Hit | Coming) else None
+                assert (None if proposal is None else proposal.token_ids) == reference.find(token_ids)
+                assert proposal is None or proposal.base_length == len(token_ids)
+                assert isinstance(found, Idle) != outcomes.awaits(token_ids)

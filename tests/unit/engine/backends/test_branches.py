@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine.core.background import Lead
+from tandem.engine.core.background import HeadStart
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import StepRecord
 from tandem.engine.kv_cache.sequence import Sequence
@@ -232,9 +232,9 @@ class Branches:
     enough: int = 3
     leaves_after: SequenceOf[int] = tuple(LEAVES_AFTER)
     max_lead: int = 0
-    lead: Lead | None = None
+    lead: HeadStart | None = None
 
-    def begin(self, logits: Tensor, room: int, lead: Lead | None) -> BranchStep | None:
+    def begin(self, logits: Tensor, room: int, lead: HeadStart | None) -> BranchStep | None:
         self.lead = lead
         self.trunk = logits.clone()
         assert room >= len(self.leaves_after) * len(TOKENS)

@@ -22,7 +22,7 @@ from tandem_coordinator.telemetry.observed import ObservedRequest, ObservedReque
 from tandem_coordinator.telemetry.observer import State
 from tests.paths import DEMO_TARGET
 from tests.service.test_telemetry import MemoryExports
-from tests.unit.coordinator.round_results import round_result
+from tests.unit.coordinator.ended_rounds import round_ended
 from tests.unit.coordinator.stats.test_speculation import counted
 
 
@@ -170,10 +170,10 @@ def test_spans_report_drafting_ahead(memory: InMemorySpanExporter) -> None:
     tokenizer = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
     completion = Completion((1,), Limits(9, 9), Detokenizer(tokenizer), StopStrings(()), "r", 3)
     spans.planned(completion, {"gen_ai.request.model": "m", "tandem.rule": "greedy"})
-    completion.tally.ahead = AheadStats(2, 1, [1], 0.01)
-    spans.round_ended(round_result(4, 2))
-    spans.round_ended(round_result(4, 2, awaited=True))
-    spans.round_ended(round_result(4, 2, awaited=True, rank=0, saved=0.01))
+    spans.round_ended(round_ended(4, 2))
+    spans.round_ended(round_ended(4, 2, awaited=True))
+    spans.round_ended(round_ended(4, 2, awaited=True, rank=0, saved=0.01))
+    spans.counted(SpeculationStats(ahead=AheadStats(2, 1, [1], 0.01)))
     spans.finished(None)
     *rounds, request = (dict(span.attributes or {}) for span in memory.get_finished_spans())
     listed = [

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.model.types import DraftLoad, StepProfile
-from tandem_coordinator.failover.placement import earliest, expected_seconds
 from tandem_coordinator.replicas import pool
 from tandem_coordinator.replicas.pool import Prefixes
+from tandem_coordinator.rounds.placement import earliest, expected_seconds
 
 PROFILE = StepProfile({(1, 1): 0.010, (4, 1): 0.012, (16, 1): 0.020, (1, 64): 0.016})
 

@@ -1,12 +1,12 @@
-"""Results of rounds, for tests of their receivers."""
+"""Rounds that have ended, for tests of their listeners."""
 
 from __future__ import annotations
 
 from tandem.model.types import StepCost
-from tandem_coordinator.stats.rounds import RoundCost, RoundResult
+from tandem_coordinator.stats.rounds import RoundCost, RoundEnded
 
 
-def round_result(
+def round_ended(
     proposed: int,
     accepted: int,
     cost: RoundCost | None = None,
@@ -15,11 +15,11 @@ def round_result(
     target: str | None = None,
     awaited: bool = False,
     rank: int | None = None,
-    branch_step: StepCost | None = None,
+    outcome_step: StepCost | None = None,
     saved: float = 0.0,
-) -> RoundResult:
+) -> RoundEnded:
     """A round that committed one token more than it accepted."""
-    return RoundResult(
+    return RoundEnded(
         proposed,
         accepted,
         accepted + 1,
@@ -29,6 +29,6 @@ def round_result(
         target_address=target,
         awaited_outcome=awaited,
         outcome_rank=rank,
-        branch_step=branch_step,
+        outcome_step=outcome_step,
         saved_seconds=saved,
     )

@@ -145,7 +145,7 @@ class DraftPlacement:
             }
         )
 
-    def enter(self, member: Member[DraftClient], tokens: Tokens) -> None:
+    def enter(self, member: Member[DraftClient], tokens: Tokens) -> DraftSequence:
         """Open the sequence on a draft, which reads it while the target works."""
         model = member.model
         assert model is not None, "only a draft that was met is entered"
@@ -161,6 +161,7 @@ class DraftPlacement:
         self.current = OpenSequence(member, sequence)
         self._pool.prefixes.add(member.address, self._scopes.prefix, tokens.token_ids)
         sequence.read(tokens)
+        return sequence
 
     def leave(self, error: TandemError | None = None) -> None:
         if self.current is not None:

@@ -1,4 +1,5 @@
-"""Verifies on whichever target is available: when one is lost, the client sees a pause and nothing else."""
+"""The target of a request, whichever is there. When one fails, the round is asked of another: a client sees a pause and
+nothing else."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import asyncio
 import logging
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tandem.errors import (
     CapacityError,
@@ -18,14 +19,22 @@ from tandem.errors import (
     UnauthenticatedError,
 )
 from tandem.model.replica import ReplicaState
-from tandem.model.types import DraftedOutcomes, Proposal, TargetOptions, Verification
+from tandem.model.types import (
+    NO_LEAD,
+    DraftedOutcomes,
+    Lead,
+    LeadStats,
+    Proposal,
+    TargetOptions,
+    Verification,
+)
 from tandem.plural import plural
 from tandem.rpc.channels import Deadline
 from tandem_coordinator.decoding.completion import Completion
-from tandem_coordinator.decoding.rounds import RequestRounds
-from tandem_coordinator.failover.placement import OpenSequence
 from tandem_coordinator.replicas.pool import UNANSWERED_SECONDS, Member, Pool
-from tandem_coordinator.telemetry.observer import EventValue, RequestObserver
+from tandem_coordinator.rounds.events import RequestEvents
+from tandem_coordinator.rounds.placement import OpenSequence
+from tandem_coordinator.telemetry.observer import RequestObserver
 from tandem_coordinator.transport.target_client import RowChoice, TargetClient, TargetSequence
 
 logger = logging.getLogger(__name__)
@@ -114,8 +123,8 @@ class _Trouble:
 
 
 @dataclass(slots=True, eq=False)
-class FailoverVerifier:
-    """Asks one target for rows for as long as it lives, then another one, with all tokens and the same proposal.
+class FailoverTarget:
+    """One target for as long as it lives, then another one, which is asked with all tokens and the same proposal.
 
     Noise is keyed by seed, position and base length, so the repeated round has the result of the lost one.
     """
@@ -123,19 +132,44 @@ class FailoverVerifier:
     _pool: Pool[TargetClient]
     _options: TargetOptions
     _rows: RowChoice
-    _rounds: RequestRounds
+    _events: RequestEvents
     _observer: RequestObserver
     _deadline: Deadline
     _wait_seconds: float
+    has_read: bool = False
+    _ended_leads: LeadStats = field(default_factory=LeadStats)
+    """Rounds that targets began by themselves for sequences that have ended there."""
     _place: _Place | None = None
     _left: _Place | None = None
     _next_move: float = 0.0
 
-    async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
-        self._rounds.proposed()
+    @property
+    def address(self) -> str | None:
+        return None if self._place is None else self._place.member.address
+
+    async def verify(self, completion: Completion, proposal: Proposal, lead: Lead = NO_LEAD) -> Verification:
         self._leave_if_draining()
+        if self._place is None:
+            return await self._verify_elsewhere(completion, proposal, lead)
+        try:
+            return await self._ask(self._place, completion, proposal, lead)
+        except TandemError as error:
+            return await self._verify_elsewhere(completion, proposal, lead, error)
+
+    async def _verify_elsewhere(
+        self,
+        completion: Completion,
+        proposal: Proposal,
+        lead: Lead,
+        error: TandemError | None = None,
+    ) -> Verification:
+        """Have a round verified that has no target yet, or whose target has failed, on whichever goes on with it."""
         trouble = _Trouble(max(completion.length - self._options.prompt_length, 0))
         while True:
+            if isinstance(error, InvalidRequestError):
+                completion.check_grammar(proposal.token_ids)
+            if error is not None:
+                await self._go_elsewhere(error, trouble)
             try:
                 place = self._place = self._place or self._enter(await self._member(trouble))
                 # Suspects one after the other: the cause would take the innocent with it once more.
@@ -143,38 +177,49 @@ class FailoverVerifier:
                     if trouble.losses:
                         # One that died together with the last is no second death.
                         await place.member.check()
-                    return await self._ask(place, completion, proposal, trouble)
-            except TandemError as error:
-                if isinstance(error, InvalidRequestError):
-                    completion.check_grammar(proposal.token_ids)
-                await self._go_elsewhere(error, trouble)
+                    verification = await self._ask(place, completion, proposal, lead)
+            except TandemError as failure:
+                error = failure
+            else:
+                self._resume(trouble)
+                return verification
 
     async def _ask(
-        self, place: _Place, completion: Completion, proposal: Proposal, trouble: _Trouble
+        self, place: _Place, completion: Completion, proposal: Proposal, lead: Lead
     ) -> Verification:
         is_first = place.sequence.is_new
         asked_at = time.monotonic()
         verification = await place.member.unanswered.wait(
-            place.sequence.verify(completion.token_ids, proposal, completion.tally.lead),
+            place.sequence.verify(completion.token_ids, proposal, lead),
             place.sequence,
             (completion.length if is_first else 1) + len(proposal),
             is_first=is_first,
-            until=None if self._left is None else time.monotonic() + _MOVE_SECONDS,
+            until=None if self._left is None else asked_at + _MOVE_SECONDS,
         )
-        seconds = time.monotonic() - asked_at
-        self._rounds.verified(seconds, len(proposal), verification, is_first=is_first)
+        self.has_read = is_first
         if not is_first:
-            place.member.step.add(seconds)
-        self._has_moved(trouble)
+            place.member.step.add(time.monotonic() - asked_at)
+        if self._left is not None:
+            # It has moved: nothing holds it back where it was
+            self._leave(self._left)
+            self._left = None
         return verification
 
-    @property
-    def begun_proposed(self) -> int | None:
-        return None if self._place is None else self._place.sequence.begun_proposed
+    def begun(self, completion: Completion) -> Proposal | None:
+        return None if self._place is None else self._place.sequence.begun(completion.token_ids)
 
-    def expect(self, drafted: DraftedOutcomes) -> None:
+    def pass_on(self, outcomes: DraftedOutcomes) -> None:
         if self._place is not None:
-            self._place.sequence.expect(drafted)
+            self._place.sequence.pass_on(outcomes)
+
+    @property
+    def lead_stats(self) -> LeadStats:
+        """Rounds that targets began by themselves."""
+        total = replace(self._ended_leads)
+        if self._place is not None:
+            total.rounds += self._place.sequence.stats.rounds
+            total.wasted += self._place.sequence.stats.wasted
+        return total
 
     async def finish(self) -> None:
         if self._place is not None:
@@ -183,13 +228,18 @@ class FailoverVerifier:
     def release(self) -> None:
         """Leave the target between two rounds. The next round sends all tokens to a target."""
         self.cancel()
-        self._rounds.target_address = None
 
     def cancel(self) -> None:
         for place in (self._place, self._left):
             if place is not None:
-                place.leave()
-        self._place = self._left = None
+                self._leave(place)
+        self._place = None
+        self._left = None
+
+    def _leave(self, place: _Place, error: TandemError | None = None) -> None:
+        place.leave(error)
+        self._ended_leads.rounds += place.sequence.stats.rounds
+        self._ended_leads.wasted += place.sequence.stats.wasted
 
     async def _member(self, trouble: _Trouble) -> Member[TargetClient]:
         """The least busy target that may be asked; waits for one if there is none."""
@@ -223,7 +273,6 @@ class FailoverVerifier:
     def _enter(self, member: Member[TargetClient]) -> _Place:
         observer = self._observer.stream("target", member.address)
         sequence = TargetSequence(member.client, self._options, self._rows, observer)
-        self._rounds.target_address = member.address
         return _Place(member, sequence)
 
     def _leave_if_draining(self) -> None:
@@ -234,18 +283,20 @@ class FailoverVerifier:
             return  # a suspected target may recover, and one that is gone breaks its streams
         member = self._pool.choose({self._place.member})
         if member is not None:
-            self._left, self._place = self._place, self._enter(member)
+            self._left = self._place
+            self._place = self._enter(member)
 
     async def _go_elsewhere(self, error: TandemError, trouble: _Trouble) -> None:
         """Prepare another attempt at the round."""
         trouble.began = trouble.began or time.monotonic()
-        place, self._place = self._place, None
+        place = self._place
+        self._place = None
         if place is None:
             raise error
-        place.leave(error)
+        self._leave(place, error)
         if self._left is not None:
-            self._place, self._left = self._left, None
-            self._rounds.target_address = self._place.member.address
+            self._place = self._left
+            self._left = None
             self._next_move = time.monotonic() + 10.0
         elif isinstance(error, CapacityError):
             await self._wait_for_room(error, place, trouble)
@@ -272,10 +323,10 @@ class FailoverVerifier:
             instance_id = "" if member.model is None else member.model.instance_id
             trouble.losses.append(_Loss(member, instance_id, time.monotonic()))
         trouble.is_reported = True
-        self._report(
-            logging.WARNING,
-            "target lost; the sequence goes on elsewhere",
+        self._events.replica_changed(
             "target_lost",
+            "target lost; the sequence goes on elsewhere",
+            logging.WARNING,
             address=member.address,
             reason=reason,
             completion_tokens=trouble.delivered,
@@ -314,18 +365,15 @@ class FailoverVerifier:
         seconds = min(0.125 * 2 ** (len(trouble.losses) - MAX_LOSSES), _MAX_RETRY_SECONDS)
         await asyncio.sleep(self._deadline.at_most(seconds))
 
-    def _has_moved(self, trouble: _Trouble) -> None:
-        """The target has answered: nothing holds the sequence back where it was."""
-        if self._left is not None:
-            self._left.leave()
-            self._left = None
+    def _resume(self, trouble: _Trouble) -> None:
+        """A target goes on with the round, after what has happened in it."""
         for member, reason in trouble.doubted.items():
             if self._place is None or member is not self._place.member:
                 member.doubt(reason)
         if trouble.is_reported:
-            address, seconds = self._rounds.target_address or "", round(trouble.seconds, 3)
-            self._report(logging.INFO, "target resumed", "target_resumed", address=address, seconds=seconds)
-
-    def _report(self, severity: int, sentence: str, event: str, **details: EventValue) -> None:
-        logger.log(severity, sentence, extra={"request_id": self._options.request_id, **details})
-        self._observer.event(event, details)
+            self._events.replica_changed(
+                "target_resumed",
+                "target resumed",
+                address=self.address or "",
+                seconds=round(trouble.seconds, 3),
+            )

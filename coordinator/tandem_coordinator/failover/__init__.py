@@ -1,1 +1,0 @@
-"""The drafter and the verifier of the round loop, on whichever replica is there."""

@@ -742,6 +742,8 @@ class SpeculationStats:
     positions: list[PositionStats] = field(default_factory=list)
     ahead: AheadStats = field(default_factory=AheadStats)
     lead: LeadStats = field(default_factory=LeadStats)
+    forced: int = 0
+    """Tokens that a grammar left no choice about, so that no model proposed them; none of `drafted` or `accepted`."""
 
 
 @dataclass(frozen=True, slots=True)

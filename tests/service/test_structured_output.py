@@ -180,7 +180,9 @@ async def test_forced_text_takes_a_round(pair: MakePair) -> None:
         request = replace(REQUEST, grammar=Grammar(GrammarKind.CHOICE, '["a long text of many words"]'))
         completed = await complete(client, replace(request, speculation=False))
         assert completed.text == "a long text of many words"
-        assert completed.speculation.rounds == 1 < len(completed.token_ids) == completed.speculation.accepted
+        stats = completed.speculation
+        assert stats.rounds == 1 < len(completed.token_ids) == stats.forced
+        assert (stats.drafted, stats.accepted) == (0, 0), "no model proposed it"
 
 
 async def test_a_target_that_does_not_heed_the_grammar_is_found_out(pair: MakePair) -> None:

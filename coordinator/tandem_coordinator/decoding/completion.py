@@ -227,9 +227,17 @@ class Completion:
         count = self._grammar.allowed_count(proposal.token_ids)
         return proposal if count == len(proposal) else proposal.cut(count)
 
-    def extend(self, proposal: Proposal, acceptance: Acceptance, *, ahead: bool = False) -> Chunk:
-        """Commit the accepted tokens up to the completion's end, and drop those past it. `ahead`: its proposal was
-        drafted ahead."""
+    def extend(
+        self, proposal: Proposal, acceptance: Acceptance, *, ahead: bool = False, is_forced: bool = False
+    ) -> Chunk:
+        """Commit the accepted tokens up to the completion's end, and drop those past it.
+
+        Args:
+            proposal: What was verified.
+            acceptance: The part of it that is kept.
+            ahead: True if it was drafted ahead.
+            is_forced: True if the grammar forced it, so that no draft proposed it.
+        """
         token_ids = acceptance.kept(proposal)
         if self._may_end(token_ids):
             texts = self._commit_up_to_end(token_ids)
@@ -238,7 +246,7 @@ class Completion:
             self.room -= len(token_ids)
             texts = list(map(self._detokenizer.push, token_ids))
         count = len(texts)
-        proposed = len(proposal.token_ids)
+        proposed = 0 if is_forced else len(proposal.token_ids)
         accepted = min(acceptance.accepted_count, proposed, count)
         return Chunk(
             text="".join(texts),

@@ -160,9 +160,14 @@ class RoundSession:
             verified = time.perf_counter()
             acceptance = self.accept(completion, question.proposal, verification)
             ended_at = time.perf_counter()
-            chunk = completion.extend(question.proposal, acceptance, ahead=question.outcome_rank is not None)
+            chunk = completion.extend(
+                question.proposal,
+                acceptance,
+                ahead=question.outcome_rank is not None,
+                is_forced=question.is_forced,
+            )
             times = RoundTimes(began, requested, proposed, verified, ended_at)
-            self.events.round_ended(self._ended(plan, question, verification, chunk, times))
+            self.events.round_ended(self._ended(plan, question, verification, acceptance, chunk, times))
             if self.details is not None:
                 chunk = self.details(chunk, question.proposal, verification, acceptance)
             yield chunk
@@ -270,7 +275,13 @@ class RoundSession:
         return Lead(most, min(tokens, MAX_AHEAD_TOKENS), may_go_alone)
 
     def _ended(
-        self, plan: RoundPlan, question: Question, verification: Verification, chunk: Chunk, times: RoundTimes
+        self,
+        plan: RoundPlan,
+        question: Question,
+        verification: Verification,
+        acceptance: Acceptance,
+        chunk: Chunk,
+        times: RoundTimes,
     ) -> RoundEnded:
         """The event of a round that ended with this chunk."""
         has_read = self.target.has_read
@@ -290,7 +301,7 @@ class RoundSession:
             cost=cost,
             has_read=has_read,
             is_drafted=question.is_drafted,
-            is_forced=question.is_forced,
+            forced=min(acceptance.accepted_count, len(chunk.token_ids)) if question.is_forced else 0,
             draft_address=self._last_draft,
             target_address=self.target.address,
             awaited_outcome=question.awaited_outcome,

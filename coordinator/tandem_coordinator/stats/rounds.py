@@ -146,8 +146,8 @@ class RoundEnded(NamedTuple):
     """True if the target read all tokens in it: in the first round, and after a move to another target."""
     is_drafted: bool = False
     """True if the draft answered in time, even with no tokens."""
-    is_forced: bool = False
-    """True if the proposal is what the grammar forces, which no model was asked for."""
+    forced: int = 0
+    """Tokens among those committed that the grammar forced, so that no model was asked for them."""
     draft_address: str | None = None
     """Address of the request's draft, or of the last one that it had; None before any."""
     target_address: str | None = None
@@ -178,16 +178,18 @@ def hit_rate(stats: AheadStats) -> float:
 class RoundTally:
     """Counts rounds by their proposed and their accepted tokens."""
 
-    __slots__ = ("_rounds", "ahead", "lead")
+    __slots__ = ("_forced", "_rounds", "ahead", "lead")
 
     def __init__(self) -> None:
         self._rounds = Counter[tuple[int, int]]()
+        self._forced = 0
         self.ahead = AheadStats()
         self.lead = LeadStats()
 
     def add_round(self, ended: RoundEnded) -> None:
         """Count a round, with or without a proposal."""
         self._rounds[ended.proposed, ended.accepted] += 1
+        self._forced += ended.forced
         if not ended.awaited_outcome:
             return
         ahead = self.ahead
@@ -203,7 +205,7 @@ class RoundTally:
 
     def stats(self) -> SpeculationStats:
         """The counts as statistics. Their `ahead` and `lead` are the tally's own."""
-        stats = SpeculationStats(ahead=self.ahead, lead=self.lead)
+        stats = SpeculationStats(ahead=self.ahead, lead=self.lead, forced=self._forced)
         longest = max((drafted for drafted, _ in self._rounds), default=0)
         stats.positions = [PositionStats() for _ in range(longest)]
         for (drafted, accepted), rounds in self._rounds.items():

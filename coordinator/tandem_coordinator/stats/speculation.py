@@ -160,6 +160,7 @@ def describe(stats: SpeculationStats, state: SpeculationState | None = None) -> 
         "proposals": proposals(stats),
         "drafted": stats.drafted,
         "accepted": stats.accepted,
+        "forced": stats.forced,
         "acceptance_rate": round(acceptance_rate(stats), 6),
         "acceptance_length": round(acceptance_length(stats), 6),
         "tokens_per_pass": round(tokens_per_pass(stats), 6),

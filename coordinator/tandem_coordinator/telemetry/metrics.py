@@ -123,6 +123,11 @@ def _speculation(state: State, counter: _Make) -> Iterator[Metric]:
         yield counter(f"spec_decode_num_{name}_tokens_per_pos", text, counts, "position")
     ahead = total.ahead
     for name, text, value in (
+        (
+            "forced_tokens",
+            "Tokens that a grammar left no choice about: no model proposed them.",
+            total.forced,
+        ),
         ("led_rounds", "Rounds that a target had begun before it was asked.", total.lead.rounds),
         ("wasted_rounds", "Rounds that targets began unasked, and that were not wanted.", total.lead.wasted),
         ("draft_ahead_awaited_rounds", "Rounds whose proposal was to be drafted ahead.", ahead.awaited),

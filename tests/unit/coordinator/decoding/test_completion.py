@@ -90,6 +90,11 @@ def test_a_chunk_is_marked_if_its_proposal_was_drafted_ahead() -> None:
     assert not target.extend(Proposal(4, (10,)), acceptance).drafted_ahead
 
 
+def test_what_a_grammar_forces_was_proposed_by_nobody() -> None:
+    chunk = completion().extend(Proposal(2, (10, 11)), Acceptance(2, 7, NextToken.BONUS), is_forced=True)
+    assert (chunk.token_ids, chunk.proposed, chunk.drafted) == ((10, 11, 7), 0, (False,) * 3)
+
+
 def test_a_rule_may_supply_no_token() -> None:
     target = completion()
     chunk = target.extend(Proposal(2, (10, 11)), Acceptance(2, -1, NextToken.NONE))

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -338,6 +339,40 @@ async def test_a_target_alone_needs_no_draft() -> None:
     assert [chunk.token_ids async for chunk in session.rounds()] == [(2,), (3,), (1,)]
     assert [each.proposed for each in ended] == [0, 0, 0]
     assert {each.draft_address for each in ended} == {None}
+
+
+class OneWay:
+    """A grammar that lets only the target's own text follow, for so many tokens."""
+
+    is_over = False
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = list(tokens)
+
+    def forced(self, count: int) -> list[int]:
+        return self._tokens[:count]
+
+    def follow(self, token_ids: Sequence[int]) -> bool:
+        self._tokens = []
+        return True
+
+    def allowed_count(self, token_ids: Sequence[int]) -> int:
+        return len(token_ids)
+
+
+async def test_what_a_grammar_forces_is_counted_apart_and_nobody_is_asked() -> None:
+    ended: list[RoundEnded] = []
+    draft = ScriptedDraft(proposes=(2, 3))
+    session = session_of(draft, ScriptedTarget(), Chosen(RoundPlan(2)), max_tokens=20, ended=ended)
+    session.completion._grammar = cast("Any", OneWay((2, 3, 1)))
+    session.completion._max_forced = 16
+    rounds = session.rounds()
+    chunk = await anext(rounds)
+    assert (chunk.token_ids, chunk.proposed, chunk.drafted) == ((2, 3, 1, 2), 0, (False,) * 4)
+    assert (ended[0].proposed, ended[0].accepted, ended[0].forced, ended[0].cost) == (0, 0, 3, None)
+    assert draft.did == ["work ahead of 3"]
+    await anext(rounds)
+    assert (ended[1].proposed, ended[1].forced) == (2, 0)
 
 
 # ---- what its listeners learn

@@ -242,3 +242,13 @@ def test_statistics_are_those_of_counting_each_position(made: list[tuple[int, in
         )
         for index in range(longest)
     ]
+
+
+def test_forced_tokens_are_counted_apart() -> None:
+    tally = RoundTally()
+    tally.add_round(round_ended(4, 2))
+    tally.add_round(round_ended(0, 0)._replace(forced=9))
+    stats = tally.stats()
+    assert (stats.rounds, stats.drafted, stats.accepted, stats.forced) == (2, 4, 2, 9)
+    assert cumulative_rates(stats) == [1.0, 1.0, 0.0, 0.0]
+    assert since(stats, stats).forced == 0

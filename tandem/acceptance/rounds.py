@@ -154,7 +154,7 @@ class _Batch:
     """None until the first acceptance is asked for."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class MessageVerification(Verification):
     """A verification that came in a message with others."""
 

@@ -1,6 +1,9 @@
 """The nouns of speculative decoding.
 
 Nothing here knows of gRPC or torch: `tandem.wire` is where these types meet protobuf.
+
+None of them is changed once it is made, but statistics. Those that are made for each step of each sequence are not
+frozen all the same, since a frozen dataclass takes three times as long to make.
 """
 
 from __future__ import annotations
@@ -139,7 +142,7 @@ class Grammar:
     """True if the prompt ends within such a span."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
     """Sets the tail of a sequence: ``tokens[base_length:] = token_ids``."""
 
@@ -172,7 +175,7 @@ class RowKind(Enum):
     """Logits of the whole vocabulary."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class SparseDistribution:
     """Distribution that a proposed token was drawn from: probabilities of a few tokens that sum to one."""
 
@@ -182,7 +185,7 @@ class SparseDistribution:
     """Probabilities of `token_ids`, shape [support_size]."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepCost:
     """Cost of the engine's steps behind an answer."""
 
@@ -193,7 +196,7 @@ class StepCost:
     """Tokens of all sequences in all these steps."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Proposal:
     """Tokens that the draft expects the target to produce next."""
 
@@ -219,7 +222,7 @@ class Proposal:
         return len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenRow:
     """One token id of the target at a position."""
 
@@ -241,7 +244,7 @@ class RowStatistics:
     """For each id of the support, its logit before temperature; shape [support_size]."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class SupportRow:
     """The target's distribution at a position, as far as exact rejection sampling needs it.
 
@@ -274,7 +277,7 @@ class DenseRow:
 TargetRow = TokenRow | SupportRow | DenseRow
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Verification:
     """The target's answer to a proposal: one row for each proposed token and one for the token after them."""
 
@@ -475,7 +478,7 @@ class DraftLoad:
     """Present wait of a step, beyond its own steps of the engine."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ProposeStep:
     """Changes a sequence on the draft and asks for a proposal."""
 
@@ -503,7 +506,7 @@ class Lead(NamedTuple):
 NO_LEAD = Lead()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class VerifyStep:
     """Changes a sequence on the target and asks for rows at its last positions."""
 

@@ -117,9 +117,10 @@ class _Part(Protocol):
 
 def check_sequence(part: _Part) -> int:
     """The number of a part's sequence. With another one nobody could be told what is wrong."""
-    if part.sequence < 1:
-        raise ProtocolError(f"a part's sequence is {part.sequence}; sequences count from 1")
-    return part.sequence
+    sequence = part.sequence
+    if sequence < 1:
+        raise ProtocolError(f"a part's sequence is {sequence}; sequences count from 1")
+    return sequence
 
 
 def write_delta(message: types_pb2.Delta, delta: Delta, following: int) -> Sequence[int]:
@@ -140,9 +141,10 @@ def read_delta(step: Any, proposed: Sequence[int]) -> Delta:
     if not step.HasField("committed"):
         raise missing("step.committed")
     committed = step.committed
-    if committed.base_length < 0:
-        raise InvalidRequestError(f"committed.base_length is {committed.base_length}; it must be at least 0")
-    return Delta(committed.base_length, (*committed.token_ids, *proposed))
+    base_length = committed.base_length
+    if base_length < 0:
+        raise InvalidRequestError(f"committed.base_length is {base_length}; it must be at least 0")
+    return Delta(base_length, (*committed.token_ids[:], *proposed))
 
 
 def write_cost(message: types_pb2.StepCost, cost: StepCost) -> None:
@@ -246,7 +248,7 @@ def read_outcomes(message: types_pb2.DraftedOutcomes) -> DraftedOutcomes:
         accepted_counts=tuple(each.accepted_count for each in named),
         next_token_ids=tuple(each.next_token_id for each in named),
         distributions=tuple(distributions),
-        lead_token_ids=tuple(message.further_token_ids),
+        lead_token_ids=tuple(message.further_token_ids[:]),
         cost=read_cost(message.cost) if message.HasField("cost") else None,
     )
 

@@ -251,7 +251,7 @@ def _write_proposal(message: draft_pb2.Proposal, proposal: Proposal) -> None:
 
 
 def _read_proposal(message: draft_pb2.Proposal) -> Proposal:
-    token_ids = tuple(message.token_ids)
+    token_ids = tuple(message.token_ids[:])
     distributions = tuple(map(read_distribution, message.distributions))
     count = len(token_ids)
     if len(distributions) not in (0, count):

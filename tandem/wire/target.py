@@ -177,8 +177,9 @@ _KINDS_OF_ROWS = {number: kind for kind, number in _ROW_KINDS.items()} | {
 def _read_step(message: target_pb2.VerifyStep) -> VerifyStep:
     if message.WhichOneof("proposal") is None:
         raise missing("step.proposal (given)")
-    if message.serial < 0:
-        raise InvalidRequestError(f"serial is {message.serial}; it must be at least 0")
+    serial = message.serial
+    if serial < 0:
+        raise InvalidRequestError(f"serial is {serial}; it must be at least 0")
     proposed = message.given.token_ids[:]
     delta = read_delta(message, proposed)
     kind = RowKind.TOKEN
@@ -199,7 +200,7 @@ def _read_step(message: target_pb2.VerifyStep) -> VerifyStep:
             f"the step proposes {len(proposed)} tokens and asks for no rows; rows must be set, or nothing proposed"
         )
     if not message.HasField("lead"):
-        return VerifyStep(delta, kind, row_count, supports, with_statistics, serial=message.serial)
+        return VerifyStep(delta, kind, row_count, supports, with_statistics, serial=serial)
     lead = message.lead
     if not 0 <= lead.credits <= MAX_LEAD:
         raise InvalidRequestError(f"lead.credits is {lead.credits}; it must be from 0 to {MAX_LEAD}")
@@ -212,7 +213,7 @@ def _read_step(message: target_pb2.VerifyStep) -> VerifyStep:
         lead=lead.credits,
         min_proposed=lead.min_tokens,
         alone_after_miss=lead.after_miss == target_pb2.AFTER_MISS_ALONE,
-        serial=message.serial,
+        serial=serial,
     )
 
 
@@ -354,41 +355,47 @@ def answers_from_proto(
 def _read_verification(
     part: target_pb2.Verification, message: target_pb2.VerifyResponse
 ) -> Answer | ProtocolError:
-    proposed = tuple(part.proposal.token_ids) if part.HasField("proposal") else None
+    proposed = tuple(part.proposal.token_ids[:]) if part.HasField("proposal") else None
     goes_on: Delta | None = None
     if part.HasField("goes_on"):
         following = part.goes_on
         if following.WhichOneof("proposal") is None:
             return ProtocolError("goes_on.proposal (given) is missing; it must be set")
-        goes_on = Delta(following.base_length, (following.last_token_id, *following.given.token_ids))
+        goes_on = Delta(following.base_length, (following.last_token_id, *following.given.token_ids[:]))
     return Answer(part.serial, part.led, part.base_length, proposed, goes_on, message, part)
 
 
 def _read_rows(part: target_pb2.Verification, step: VerifyStep) -> tuple[TargetRow, ...]:
-    found = part.WhichOneof("rows")
-    wanted = f"{step.row_kind.value}_rows"
-    if found is None:
-        if step.row_count:
-            raise ProtocolError(f"no rows came for {step.row_count} that were requested")
-        return ()
-    if found != wanted:
-        raise ProtocolError(f"{found} came where {wanted} were requested")
     rows: tuple[TargetRow, ...]
-    if step.row_kind is RowKind.TOKEN:
-        rows = tuple([TokenRow(token_id) for token_id in part.token_rows.token_ids])
-    elif step.row_kind is RowKind.DENSE:
-        rows = tuple(map(DenseRow, logits_from_tensor(part.dense_rows, "dense_rows")))
-    else:
-        messages = part.support_rows.rows
-        # More rows than were requested are refused below, and not walked.
-        supports = chain(step.supports, repeat(_EMPTY_SUPPORT))
-        count = min(len(messages), step.row_count)
-        rows = tuple([_read_support_row(messages[i], next(supports)) for i in range(count)])
-        if len(messages) != step.row_count:
-            raise ProtocolError(f"{len(messages)} rows came for {step.row_count} that were requested")
+    match part.WhichOneof("rows"):
+        case "token_rows" if step.row_kind is RowKind.TOKEN:
+            rows = tuple(map(TokenRow, part.token_rows.token_ids[:]))
+        case "support_rows" if step.row_kind is RowKind.SUPPORT:
+            return _read_support_rows(part.support_rows.rows, step)
+        case "dense_rows" if step.row_kind is RowKind.DENSE:
+            rows = tuple(map(DenseRow, logits_from_tensor(part.dense_rows, "dense_rows")))
+        case None if not step.row_count:
+            return ()
+        case None:
+            raise ProtocolError(f"no rows came for {step.row_count} that were requested")
+        case found:
+            raise ProtocolError(f"{found} came where {step.row_kind.value}_rows were requested")
     if len(rows) != step.row_count:
-        raise ProtocolError(f"{len(rows)} rows came for {step.row_count} that were requested")
+        raise _wrong_count(len(rows), step)
     return rows
+
+
+def _wrong_count(count: int, step: VerifyStep) -> ProtocolError:
+    return ProtocolError(f"{count} rows came for {step.row_count} that were requested")
+
+
+def _read_support_rows(messages: Sequence[target_pb2.SupportRow], step: VerifyStep) -> tuple[SupportRow, ...]:
+    if len(messages) != step.row_count:
+        raise _wrong_count(len(messages), step)
+    supports = chain(step.supports, repeat(_EMPTY_SUPPORT))
+    return tuple(
+        [_read_support_row(message, support) for message, support in zip(messages, supports, strict=False)]
+    )
 
 
 def _read_support_row(message: target_pb2.SupportRow, support: IntArray) -> SupportRow:

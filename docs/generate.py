@@ -21,6 +21,7 @@ from tandem.config.settings import ModelServerSettings, ServerSettings
 from tandem.config.speculative import (
     AcceptanceOptions,
     DraftingOptions,
+    LoadRange,
     ModelOptions,
     SourceOptions,
     SpeculativeConfig,
@@ -99,6 +100,7 @@ _SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
 )
 
 _TYPES: Mapping[object, str] = {
+    LoadRange: "[from, to, K]",
     int: "integer", float: "number", bool: "boolean", str: "text", Path: "path", SecretStr: "secret", dict: "object",
 }  # fmt: skip
 
@@ -132,7 +134,8 @@ def _type(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return ", ".join(map(str, get_args(annotation)))
     if get_origin(annotation) is tuple:
-        return f"list of {_type(get_args(annotation)[0])}s"
+        kind = _type(get_args(annotation)[0])
+        return f"list of {kind}" if kind.endswith("]") else f"list of {kind}s"
     if name := _TYPES.get(annotation) or _TYPES.get(get_origin(annotation)):
         return name
     return " or ".join(_type(part) for part in get_args(annotation) if part is not NoneType)

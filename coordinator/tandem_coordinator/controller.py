@@ -21,6 +21,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
 from tandem.acceptance.strategies import GREEDY, STRICT
+from tandem.config.speculative import SpeculationPolicy
 from tandem.model.types import AheadBudget, ModelInfo, StepProfile
 from tandem_coordinator.outcomes import Coming
 from tandem_coordinator.stats.rounds import Mode, RoundCost, RoundEnded, RoundPlan
@@ -93,11 +94,23 @@ class Terms(NamedTuple):
     kind: RequestKind
     max_tokens: int
     """Tokens of the longest proposal."""
-    is_adaptive: bool = True
-    """False under a fixed policy: measurements do not change how much is proposed."""
+    policy: SpeculationPolicy = "adaptive"
+    """How much rounds propose."""
     draft_ahead: DraftAhead = "off"
     leads: bool = False
     """True if the target, left alone, begins the next rounds before it is asked."""
+
+    @property
+    def is_adaptive(self) -> bool:
+        """True if measurements change how much is proposed."""
+        return self.policy == "adaptive"
+
+    def at(self, load: int) -> Terms:
+        """The terms at a load: where the policy has lengths by load, the length there is a fixed one."""
+        if isinstance(self.policy, str):
+            return self
+        near = next((each for each in self.policy if load <= each.last), self.policy[-1])
+        return self._replace(max_tokens=min(near.tokens, self.max_tokens), policy="fixed")
 
     @property
     def outcomes(self) -> tuple[int, ...]:
@@ -624,7 +637,7 @@ class RequestController:
             self.load = load
             self._target = target
             self._profiles = self._controller.profiles
-            self.decision = self._controller.decide(target, self.terms, load)
+            self.decision = self._controller.decide(target, self.terms.at(load), load)
         self._granted = self.plan.outcomes
         plan = self.decision.begin_round()
         self.plan = plan._replace(load=load, predicted_gain=self.decision.gain)

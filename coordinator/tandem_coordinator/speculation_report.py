@@ -28,6 +28,7 @@ TOO_SHORT = "the completion ended before the draft proposed anything"
 PROPOSED_NOTHING = "the draft found nothing to propose"
 DOES_NOT_PAY = "drafting does not pay"
 GAINS_TOO_LITTLE = "drafting gains too little to be sure"
+NOTHING_AT_THIS_LOAD = "speculation_policy proposes nothing at this load"
 TOO_LONG = "the text is longer than draft_max_length"
 LATE = "the draft does not answer in time"
 
@@ -45,10 +46,12 @@ def on(num_speculative_tokens: int) -> SpeculationState:
 def decided(request: RequestController) -> SpeculationState:
     """State of speculation as the controller decided it for a request and others like it."""
     decision = request.decision
-    if decision is None or not request.terms.is_adaptive:
-        return on(request.terms.max_tokens)
+    if decision is None or (not request.terms.is_adaptive and decision.terms.max_tokens):
+        return on(request.terms.max_tokens if decision is None else decision.terms.max_tokens)
     if decision.plan.tokens:
         return on(decision.plan.tokens)
+    if not request.terms.is_adaptive:
+        return off(NOTHING_AT_THIS_LOAD)
     speed_with = round(decision.predict_speed(decision.compared), 1)
     speed_without = round(decision.predict_speed(ALONE), 1)
     return off(
@@ -83,8 +86,8 @@ def advise(controller: SpeculationController) -> Advice | None:
     if not seen:
         return None
     decision = max(seen, key=lambda decision: decision.measured_seconds)
-    most = min(2 * decision.terms.max_tokens, MAX_SPECULATIVE_TOKENS)
-    terms = decision.terms._replace(max_tokens=most, is_adaptive=True)
+    most = min(2 * max(decision.terms.max_tokens, 1), MAX_SPECULATIVE_TOKENS)
+    terms = decision.terms._replace(max_tokens=most, policy="adaptive")
     free = LoadDecision(decision.costs, decision.gains, terms, decision.load)
     alone = free.predict_speed(ALONE)
     best = max(free.best.values(), key=free.predict_speed)

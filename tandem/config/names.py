@@ -22,8 +22,6 @@ REFUSED_OPTIONS = {
     "draft_proposal": "the draft samples as the acceptance rule needs; set rejection_sampling_strategy",
     "use_greedy_acceptance": "a request of temperature 0 is accepted greedily; set its temperature, or "
     "rejection_sampling_strategy",
-    "num_speculative_tokens_per_batch_size": "the coordinator chooses the length by measured costs and load; set "
-    "num_speculative_tokens, the most that it may choose",
     "enable_adaptive_verification": "the coordinator chooses the length by measured costs; leave it out",
     "attention_backend": "the engine chooses it; leave it out",
     "use_heterogeneous_vocab": "a draft with another tokenizer is mapped without it; set vocabulary_mapping",

@@ -37,6 +37,7 @@ ALIASES = {
     "max_model_len": "max_length",
     "tensor_parallel_size": "draft_tensor_parallel_size",
     "gpu_memory_utilization": "device_memory_utilization",
+    "num_speculative_tokens_per_batch_size": "speculation_policy",
 }
 """vLLM's spelling of an option, and the one used here, which is MAX's."""
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -59,6 +59,47 @@ def _object(value: Any) -> Any:
         raise ValueError("it must be a JSON object")
     return value
 
+
+class LoadRange(NamedTuple):
+    """Proposal length at a range of loads, by the sequences that share a target."""
+
+    first: int
+    last: int
+    tokens: int
+
+
+def read_policy(value: Any) -> Any:
+    """A policy's name, or the lengths by load in one word: [[1,4,4],[5,16,2]]."""
+    if isinstance(value, str) and value in ("adaptive", "fixed"):
+        return value
+    with suppress(ValueError):
+        value = json.loads(value) if isinstance(value, str) else value
+    is_list = isinstance(value, list | tuple) and len(value) > 0
+    if not is_list or not all(isinstance(each, list | tuple) and len(each) == 3 for each in value):
+        raise ValueError(
+            "it must be adaptive, fixed, or lengths by load, such as [[1,4,4],[5,16,2]]: from, to, K"
+        )
+    following = 1
+    for each in value:
+        if not all(type(number) is int for number in each):
+            raise ValueError(f"{list(each)} must be three whole numbers: from, to, K")
+        lengths = LoadRange(*each)
+        if lengths.first != following:
+            raise ValueError(
+                f"{list(each)} must begin at load {following}: neither gaps nor overlaps are allowed"
+            )
+        if lengths.last < lengths.first:
+            raise ValueError(f"{list(each)} must not end before it begins")
+        if lengths.tokens < 0:
+            raise ValueError(f"{list(each)} must propose at least 0 tokens")
+        following = lengths.last + 1
+    return tuple(LoadRange(*each) for each in value)
+
+
+SpeculationPolicy = Annotated[
+    Literal["adaptive", "fixed"] | tuple[LoadRange, ...], BeforeValidator(read_policy)
+]
+"""How many tokens rounds propose."""
 
 Floats = Annotated[tuple[float, ...], BeforeValidator(split_list)]
 Integers = Annotated[tuple[int, ...], BeforeValidator(split_list)]
@@ -204,6 +245,18 @@ class AcceptanceOptions(Options):
     draft service. Tandem's own."""
 
 
+@rule("No length of `speculation_policy` is above `num_speculative_tokens`.")
+def _lengths_by_load(options: SpeculativeConfig) -> Iterator[str]:
+    if isinstance(options.speculation_policy, str):
+        return
+    for first, last, tokens in options.speculation_policy:
+        if tokens > options.num_speculative_tokens:
+            yield (
+                f"speculation_policy proposes {tokens} tokens at loads {first} to {last}; num_speculative_tokens is "
+                f"{options.num_speculative_tokens} and must be at least as many"
+            )
+
+
 class SpeculativeConfig(DraftingOptions, AcceptanceOptions, SourceOptions):
     """Speculative decoding, in the words of MAX's and vLLM's `SpeculativeConfig`.
 
@@ -217,6 +270,11 @@ class SpeculativeConfig(DraftingOptions, AcceptanceOptions, SourceOptions):
 
     is_shared: ClassVar = True
 
+    speculation_policy: SpeculationPolicy = "adaptive"
+    """How many tokens rounds propose. adaptive: from 0 to num_speculative_tokens, as many as promise the most tokens
+    per second at the current load. fixed: always num_speculative_tokens, for benchmarks. [[1,4,4],[5,16,2]]: by load, the
+    number of sequences that share a target: 4 tokens up to load 4, 2 from 5 on. Tandem's own; vLLM:
+    num_speculative_tokens_per_batch_size."""
     vocabulary_mapping: Literal["auto", "tli", "slem", "off"] = "auto"
     """How a draft model with another tokenizer than the target's proposes its tokens. tli: it draws among the tokens
     that both vocabularies have. slem: the target's tokenizer splits the text that the draft writes. auto: slem at
@@ -235,6 +293,7 @@ class SpeculativeConfig(DraftingOptions, AcceptanceOptions, SourceOptions):
             1,
             "each step of the target verifies a proposal, and its result decides on the next",
         ),
+        _lengths_by_load,
         always("enable_echo", False, "the prompt is not streamed back; put it before the completion"),
     )
 

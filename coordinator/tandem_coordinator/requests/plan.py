@@ -13,6 +13,7 @@ from tandem.acceptance.strategies import SYNTHETIC_OPTIONS, AcceptanceRule, find
 from tandem.config import SpeculativeConfig
 from tandem.config.names import AUTO, AUTO_NAMES, canonical_name
 from tandem.config.rule import refuse
+from tandem.config.speculative import SpeculationPolicy
 from tandem.model.grammar import GrammarState
 from tandem.model.sampling.defaults import DEFAULT_NAMES
 from tandem.model.types import (
@@ -129,8 +130,8 @@ class Plan:
     draft_ahead: DraftAhead
     keeps_proposals: bool
     """True if a seed promises its text and that depends on what is proposed, which must then not depend on time."""
-    is_adaptive: bool
-    """True if measurements may change how much its rounds propose."""
+    policy: SpeculationPolicy
+    """How much its rounds propose."""
     kept_out_by: tuple[str, ...]
     """Fields of the request because of which the target serves it alone."""
     think_spans: ThinkSpans | None
@@ -275,7 +276,7 @@ async def make_plan(
         request.seed is not None and rule.name not in _INDEPENDENT_OF_DRAFT
     )
     # Synthetic acceptance exists to measure rounds with a draft.
-    is_adaptive = settings.speculation_policy == "adaptive" and rule.name != _SYNTHETIC
+    policy = "fixed" if rule.name == _SYNTHETIC else settings.speculation_policy
     return Plan(
         request_id=request_id,
         request=request,
@@ -292,8 +293,8 @@ async def make_plan(
         row_kind=rule.row_kind(request.row_kind),
         num_speculative_tokens=options.num_speculative_tokens if speculates else 0,
         draft_ahead=settings.draft_ahead if can_draft_ahead(rule, models.draft) else "off",
-        keeps_proposals=not is_adaptive and promises_text,
-        is_adaptive=is_adaptive,
+        keeps_proposals=policy == "fixed" and promises_text,
+        policy=policy,
         kept_out_by=kept_out_by,
         think_spans=think_spans(models.tokenizer) if options.use_relaxed_acceptance_for_thinking else None,
         grammar=grammar,

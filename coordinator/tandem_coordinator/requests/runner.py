@@ -184,9 +184,7 @@ class RequestRunner:
         if not replicas.drafts.addresses or plan.num_speculative_tokens == 0:
             return None
         kind = request_kind(draft_name, plan.rule.name, plan.sampling.temperature)
-        terms = Terms(
-            kind, plan.num_speculative_tokens, plan.is_adaptive, plan.draft_ahead, leads=plan.lead > 0
-        )
+        terms = Terms(kind, plan.num_speculative_tokens, plan.policy, plan.draft_ahead, leads=plan.lead > 0)
         # The request has no target yet: begin with the cost model of the one that it is likely to get.
         target = replicas.targets.choose()
         draft = replicas.drafts.choose()

@@ -240,9 +240,6 @@ class CoordinatorSettings(
     draft_patience_seconds: float | None = Field(default=None, gt=0)
     """How long a round waits for a proposal before the target goes on alone. By default the draft's usual time plus
     four verifications, between 0.25 and 0.8 s."""
-    speculation_policy: Literal["adaptive", "fixed"] = "adaptive"
-    """adaptive: each round proposes the number of tokens, from 0 to num_speculative_tokens, that promises the most
-    tokens per second at the current load. fixed: always num_speculative_tokens, for benchmarks. Tandem's own."""
     draft_ahead: Literal["auto", "off"] | Annotated[int, Field(ge=1, le=64)] = "auto"
     """How far the draft works ahead while the target verifies. auto: for as many outcomes of a verification as pay,
     possibly none. off: not at all. A number: always for this many outcomes. Tandem's own."""

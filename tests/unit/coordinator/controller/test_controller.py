@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tandem.config.speculative import LoadRange
 from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.model.speculation_state import DecidingFigure, SpeculationState
 from tandem.model.types import AheadBudget, ModelInfo, SpeculationStats, StepProfile
@@ -74,12 +75,26 @@ def profiled(draft_seconds: float, *, many: float | None = None) -> SpeculationC
 
 def test_a_fixed_length_request_keeps_its_length_and_informs_the_others() -> None:
     controller = SpeculationController()
-    fixed = begun(controller, is_adaptive=False)
+    fixed = begun(controller, policy="fixed")
     assert set(simulate(fixed, 300, 0.5, 0)) == {K}
     (decision,) = report.describe_decisions(controller)
     assert (decision.num_speculative_tokens, decision.best_draft_length) == (K, K)
     assert 0.0 < decision.gain < 1.0
     assert simulate(begun(controller), 20, 0.5, 0).count(0) > 15
+
+
+BY_LOAD = (LoadRange(1, 4, 4), LoadRange(5, 16, 2), LoadRange(17, 24, 0))
+
+
+def test_lengths_by_load_hold_whatever_is_measured() -> None:
+    controller = profiled(0.02)
+    request = begun(controller, policy=BY_LOAD)
+    for load, tokens in ((1, 4), (4, 4), (5, 2), (16, 2), (17, 0), (100, 0), (16, 2)):
+        assert set(simulate(request, 60, 2.0, 0, load)) == {tokens}
+        expected = report.on(tokens) if tokens else report.off(report.NOTHING_AT_THIS_LOAD)
+        assert report.decided(request) == expected
+    short = controller.request(Terms(KIND, 1, BY_LOAD), "target")
+    assert short.begin_round(1).tokens == 1, "a request may ask for fewer"
 
 
 def test_a_fixed_number_of_outcomes_is_always_drafted_for() -> None:
@@ -88,7 +103,7 @@ def test_a_fixed_number_of_outcomes_is_always_drafted_for() -> None:
     assert request.begin_round(1).ahead_budget == AheadBudget(8, K)
     (decision,) = report.describe_decisions(controller)
     assert decision.reason == f"batch 1: K = {K}, ahead 8, nothing was measured yet"
-    fixed = begun(controller, request_kind("draft", "strict", 1.0), draft_ahead=8, is_adaptive=False)
+    fixed = begun(controller, request_kind("draft", "strict", 1.0), draft_ahead=8, policy="fixed")
     for _ in range(100):
         simulate(fixed, 1, 0.05, 0, load=4)
         assert fixed.begin_round(4).ahead_budget == AheadBudget(8, K)
@@ -165,16 +180,16 @@ def test_auto_chooses_the_rule_with_the_most_tokens_once_each_is_measured(names:
     for _ in range(40):
         name = controller.choose_rule(names, "draft", 1.0, 1)
         chosen.append(name)
-        request = begun(controller, request_kind("draft", name, 1.0), is_adaptive=False)
+        request = begun(controller, request_kind("draft", name, 1.0), policy="fixed")
         simulate(request, 60, 0.05, accepted[name])
     assert set(chosen[10:]) == {"strict"}
 
 
-@pytest.mark.parametrize(("is_adaptive", "few"), [(True, 1), (False, 0)])
-def test_after_a_miss_a_slow_draft_is_asked_for_few_tokens_or_none(is_adaptive: bool, few: int) -> None:
+@pytest.mark.parametrize(("policy", "few"), [("adaptive", 1), ("fixed", 0)])
+def test_after_a_miss_a_slow_draft_is_asked_for_few_tokens_or_none(policy: str, few: int) -> None:
     """Under a fixed policy for all of them, or none."""
-    fast = begun(profiled(0.0001), draft_ahead=8, is_adaptive=is_adaptive)
-    slow = begun(profiled(0.0045), draft_ahead=8, is_adaptive=is_adaptive)
+    fast = begun(profiled(0.0001), draft_ahead=8, policy=policy)
+    slow = begun(profiled(0.0045), draft_ahead=8, policy=policy)
     for request in (fast, slow):
         request.begin_round(1)
     assert fast.tokens_after_miss(K) == K
@@ -245,7 +260,7 @@ def test_a_small_gain_is_not_called_a_loss() -> None:
 def test_advice_is_the_best_length_up_to_twice_the_longest(step: float, accepted: int, tokens: int) -> None:
     controller = profiled(step)
     assert report.advise(controller) is None
-    simulate(begun(controller, is_adaptive=False), 300, step / 0.01, accepted)
+    simulate(begun(controller, policy="fixed"), 300, step / 0.01, accepted)
     advice = report.advise(controller)
     assert advice is not None
     assert advice.num_speculative_tokens == tokens

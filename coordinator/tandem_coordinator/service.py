@@ -126,8 +126,9 @@ class CoordinatorService(Service):
         if not settings.speculation or target is None or draft is None or draft.model is None:
             return ""
         controller = self.completions.speculation
-        controller.introduce(target.address, target.model, target.round_trip.value)
-        controller.introduce(draft.model.name, draft.model, draft.round_trip.value)
+        # Without the way to them: the first health check is a slow one.
+        controller.introduce(target.address, target.model, None)
+        controller.introduce(draft.model.name, draft.model, None)
         terms = Terms(
             request_kind(draft.model.name, GREEDY.name, 0.0),
             settings.num_speculative_tokens,

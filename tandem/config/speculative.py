@@ -272,8 +272,8 @@ class SpeculativeConfig(DraftingOptions, AcceptanceOptions, SourceOptions):
 
     speculation_policy: SpeculationPolicy = "adaptive"
     """How many tokens rounds propose. adaptive: from 0 to num_speculative_tokens, as many as promise the most tokens
-    per second at the current load. fixed: always num_speculative_tokens, for benchmarks. [[1,4,4],[5,16,2]]: by load, the
-    number of sequences that share a target: 4 tokens up to load 4, 2 from 5 on. Tandem's own; vLLM:
+    per second at the current load. fixed: always num_speculative_tokens, for benchmarks. [[1,4,4],[5,16,2]]: by load,
+    the number of sequences that share a target: 4 tokens up to load 4, 2 from 5 on. Tandem's own; vLLM:
     num_speculative_tokens_per_batch_size."""
     vocabulary_mapping: Literal["auto", "tli", "slem", "off"] = "auto"
     """How a draft model with another tokenizer than the target's proposes its tokens. tli: it draws among the tokens

@@ -94,7 +94,8 @@ async def told(client: Client, request: GenerationRequest) -> list[SpeculationSt
 
 
 async def test_without_gain_speculation_is_off_with_the_two_deciding_rates() -> None:
-    for state in await states(FakeTarget(), useless()):
+    request = replace(REQUEST, max_tokens=100)
+    for state in await states(FakeTarget(), useless(), request=request):
         assert (state.is_on, state.num_speculative_tokens) == (False, 0)
         assert state.reason == report.DOES_NOT_PAY
         with_draft, alone = state.figures

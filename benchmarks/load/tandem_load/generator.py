@@ -1,10 +1,9 @@
-"""`tandem bench --clients N`: a load on a coordinator or on any OpenAI-compatible server.
+"""`tandem bench --clients N`: a load on a coordinator, over gRPC.
 
     tandem bench --clients 64 --rate 20 --goodput ttft:500 itl:50
     tandem bench --clients 64 --address 127.0.0.1:50051 --json load.json
-    tandem bench --clients 64 --http http://127.0.0.1:8000
 
-Without --address and --http a coordinator runs before two scripted services, so that no model is measured. Requests
+Without --address a coordinator runs before two scripted services, so that no model is measured. Requests
 arrive as a Poisson process and have log-normal lengths; --seed decides both. Options are named as those of `vllm bench
 serve`.
 """
@@ -271,34 +270,21 @@ async def grpc_connection(address: str, credentials: Credentials = PLAIN) -> Asy
         yield complete
 
 
-def base_of(url: str) -> str:
-    """The base of an OpenAI-compatible server's paths, which ends in `/v1`."""
-    try:
-        parts = httpx2.URL(url)
-    except httpx2.InvalidURL:
-        parts = httpx2.URL()
-    others = parts.userinfo or parts.query or parts.fragment
-    if parts.scheme not in ("http", "https") or not parts.host or others:
-        raise ValueError("it must be http://HOST:PORT or https://HOST:PORT")
-    return f"{url.rstrip('/').removesuffix('/v1')}/v1"
+def _client() -> httpx2.AsyncClient:
+    return httpx2.AsyncClient(timeout=httpx2.Timeout(None, connect=10.0), trust_env=False)
 
 
-def _client(token: str) -> httpx2.AsyncClient:
-    headers = {"authorization": f"Bearer {token}"} if token else {}
-    return httpx2.AsyncClient(headers=headers, timeout=httpx2.Timeout(None, connect=10.0), trust_env=False)
-
-
-async def served_model(base: str, token: str = "") -> str:
+async def served_model(base: str) -> str:
     """Name of the first model that a server lists."""
-    async with _client(token) as client:
+    async with _client() as client:
         return await first_model(client, base)
 
 
 @asynccontextmanager
-async def http_connection(base: str, model: str, token: str = "") -> AsyncIterator[Connection]:
+async def http_connection(base: str, model: str) -> AsyncIterator[Connection]:
     """Connect to an OpenAI-compatible server. One that reports no usage is counted a token for each chunk."""
     url = f"{base}/completions"
-    async with _client(token) as client:
+    async with _client() as client:
 
         async def complete(request: GenerationRequest, served: Served) -> None:
             asked = ("prompt", "max_tokens", "temperature", "ignore_eos")
@@ -340,17 +326,15 @@ def _checked(text: str) -> str:
     return text
 
 
-def _one_server(options: LoadSettings) -> Iterator[str]:
-    if options.http is not None and options.address:
-        yield "--address and --http name two servers; give one of them"
-    if options.over == "http" and (options.address or options.http is not None):
-        yield "--over http is about a coordinator that is started; a server that runs has --http URL"
+def _one_coordinator(options: LoadSettings) -> Iterator[str]:
+    if options.over == "http" and options.address:
+        yield "--over http is about a coordinator that is started; for a server that runs there is guidellm"
 
 
 class LoadSettings(Options):
-    """Options of a load. Those from `rule` on are of the coordinator that is started without --address and --http."""
+    """Options of a load. Those from `rule` on are of the coordinator that is started without --address."""
 
-    own_rules: ClassVar[Rules] = (Rule("server", "A load has one server.", _one_server),)
+    own_rules: ClassVar[Rules] = (Rule("server", "A load has one coordinator.", _one_coordinator),)
 
     clients: Positive = 64
     """Connections, each with one request at once."""
@@ -369,15 +353,11 @@ class LoadSettings(Options):
     output_tokens: Annotated[Lengths, BeforeValidator(Lengths.parse)] = SHAREGPT_OUTPUTS
     """Likewise."""
     temperature: float | None = Field(default=None, ge=0)
-    """By default that of the rule, and 0 for a server that runs."""
+    """By default that of the rule, and 0 for a coordinator that runs."""
     json_file: Annotated[Path | None, Field(exclude=True)] = None
     """Write all figures there."""
     address: str = ""
     """HOST:PORT of a coordinator that runs. By default one is started."""
-    http: Annotated[str, AfterValidator(base_of)] | None = None
-    """URL of an OpenAI-compatible server that runs, such as vLLM's."""
-    model: str = ""
-    """Model to ask for over HTTP. By default the first that the server lists."""
     token_file: Annotated[FilePath | None, Field(exclude=True)] = None
     """File with the token for it."""
     rule: Literal["greedy", "strict", "residual", "block"] = "greedy"
@@ -489,7 +469,7 @@ class Loaded:
 
 
 async def _measure(options: LoadSettings, progress: Progress) -> LoadReport:
-    progress.show("connecting" if options.http or options.address else "starting the services")
+    progress.show("connecting" if options.address else "starting the services")
     async with _loaded(options) as server:
         temperature = options.temperature
         if temperature is None:
@@ -533,9 +513,6 @@ async def _measure(options: LoadSettings, progress: Progress) -> LoadReport:
 async def _loaded(options: LoadSettings) -> AsyncIterator[Loaded]:
     """The server that the options name, or a coordinator before two scripted services."""
     clients = {"clients": os.getpid()}
-    if options.http is not None:
-        yield Loaded(await _over_http(options.http, options), clients)
-        return
     if options.address:
         credentials = Credentials(token_file=options.token_file)
         yield Loaded(partial(grpc_connection, options.address, credentials), clients)
@@ -568,14 +545,10 @@ async def _loaded(options: LoadSettings) -> AsyncIterator[Loaded]:
         )
         connect: Connect = partial(grpc_connection, address)
         if options.over == "http":
-            connect = await _over_http(f"http://127.0.0.1:{http_port}/v1", options)
+            base = f"http://127.0.0.1:{http_port}/v1"
+            connect = partial(http_connection, base, await served_model(base))
         pids = {"coordinator": pid, "target": target_pid, "draft": draft_pid, **clients}
         yield Loaded(connect, pids, f"http://127.0.0.1:{metrics_port}/metrics")
-
-
-async def _over_http(base: str, options: LoadSettings) -> Connect:
-    token = "" if options.token_file is None else options.token_file.read_text(encoding="utf-8").strip()
-    return partial(http_connection, base, options.model or await served_model(base, token), token)
 
 
 async def send(

@@ -33,7 +33,7 @@ async def first_model(http: httpx2.AsyncClient, base: str) -> str:
     except (KeyError, TypeError, ValueError):
         raise ProtocolError(f"{url}: the answer is no list of models") from None
     if not listed:
-        raise NotFoundError(f"{base} lists no model; name one with --model")
+        raise NotFoundError(f"{base} lists no model")
     return listed[0]
 
 

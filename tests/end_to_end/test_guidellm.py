@@ -55,4 +55,4 @@ def documented() -> list[str]:
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     command = re.search(r"guidellm/bin/guidellm (run .*?--disable-progress)", page, re.DOTALL)
     assert command is not None
-    return shlex.split(command[1])
+    return shlex.split(command[1].replace("\\\n", " "))

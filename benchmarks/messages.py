@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,15 +55,21 @@ def main() -> None:
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-def cases(row_kind: RowKind, count: int) -> Iterator[Case]:
-    """The messages of a round of so many sequences."""
-    rule = "greedy" if row_kind is RowKind.TOKEN else "residual"
+class Round(NamedTuple):
+    """What a coordinator and its services tell each other in a round, each with the number of its sequence."""
+
+    steps: list[tuple[int, VerifyStep]]
+    verifications: list[tuple[int, Verification]]
+    questions: list[tuple[int, ProposeStep]]
+    proposals: list[tuple[int, Proposal]]
+
+
+def round_of(row_kind: RowKind, count: int) -> Round:
+    """A round of so many sequences."""
     has_support = row_kind is RowKind.SUPPORT
     support = np.arange(300, 300 + SUPPORT_SIZE)
     probs = np.full(SUPPORT_SIZE, 1 / SUPPORT_SIZE)
     cost = StepCost(0.005, count, 5 * count)
-    sequences = range(1, count + 1)
-
     proposed = len(TOKEN_IDS)
     supports = (support,) * proposed if has_support else ()
     step = VerifyStep(Delta(1000, [4, *TOKEN_IDS]), row_kind, proposed + 1, supports, serial=7)
@@ -72,8 +79,23 @@ def cases(row_kind: RowKind, count: int) -> Iterator[Case]:
         rows = (*[SupportRow(support, probs, 0.1, 7, None, 0.05)] * proposed, last)
     else:
         rows = tuple(TokenRow(token_id) for token_id in (*TOKEN_IDS, 9))
-    steps = [(sequence, step) for sequence in sequences]
-    verifications = [(sequence, Verification(1001, rows, cost, serial=7)) for sequence in sequences]
+    distributions = (SparseDistribution(support, probs),) * proposed if has_support else ()
+    sequences = range(1, count + 1)
+    return Round(
+        steps=[(sequence, step) for sequence in sequences],
+        verifications=[(sequence, Verification(1001, rows, cost, serial=7)) for sequence in sequences],
+        questions=[(sequence, ProposeStep(Delta(1000, [4, 5]), proposed)) for sequence in sequences],
+        proposals=[
+            (sequence, Proposal(1002, TOKEN_IDS, distributions, None, cost)) for sequence in sequences
+        ],
+    )
+
+
+def cases(row_kind: RowKind, count: int) -> Iterator[Case]:
+    """The messages of a round of so many sequences."""
+    rule = "greedy" if row_kind is RowKind.TOKEN else "residual"
+    steps, verifications, questions, proposals = round_of(row_kind, count)
+    step = steps[0][1]
 
     def verify_request() -> object:
         content = target.requests_to_proto(steps).SerializeToString()
@@ -83,10 +105,6 @@ def cases(row_kind: RowKind, count: int) -> Iterator[Case]:
         content = target.answers_to_proto(verifications).SerializeToString()
         answers = target.answers_from_proto(target_pb2.VerifyResponse.FromString(content))
         return [answer.verification(step) for _, answer in answers if isinstance(answer, target.Answer)]
-
-    distributions = (SparseDistribution(support, probs),) * proposed if has_support else ()
-    questions = [(sequence, ProposeStep(Delta(1000, [4, 5]), proposed)) for sequence in sequences]
-    proposals = [(sequence, Proposal(1002, TOKEN_IDS, distributions, None, cost)) for sequence in sequences]
 
     def propose_request() -> object:
         content = draft.requests_to_proto(questions).SerializeToString()

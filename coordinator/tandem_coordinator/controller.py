@@ -16,7 +16,7 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -111,6 +111,11 @@ class Terms(NamedTuple):
             return self
         near = next((each for each in self.policy if load <= each.last), self.policy[-1])
         return self._replace(max_tokens=min(near.tokens, self.max_tokens), policy="fixed")
+
+    @property
+    def leads_proposals(self) -> bool:
+        """True if the target leads with proposals, too: where tokens alone decide."""
+        return self.leads and self.kind.rule in (GREEDY.name, STRICT.name)
 
     @property
     def outcomes(self) -> tuple[int, ...]:
@@ -218,6 +223,8 @@ class StepModel:
 
     def __init__(self, profile: StepProfile) -> None:
         known = profile.seconds
+        self.predict = lru_cache(4096)(self._predict)
+        """Seconds of a step of so many sequences with so many tokens each."""
         fewest = min(sequences for sequences, _ in known)
         self._known = known
         self._tokens = sorted(tokens for sequences, tokens in known if sequences == fewest)
@@ -228,8 +235,7 @@ class StepModel:
             if all((sequences, tokens) in known for tokens in self._tokens)
         )
 
-    def predict(self, sequences: float, tokens: int) -> float:
-        """Seconds of a step of so many sequences with so many tokens each."""
+    def _predict(self, sequences: float, tokens: int) -> float:
         few, many, share = _interval(self._sequences, sequences)
         short, long, part = _interval(self._tokens, tokens)
         known = self._known
@@ -262,6 +268,8 @@ class StepSeconds:
     draft_question: float
     leads: bool = False
     """True if the target, left alone, begins the next round before it is asked."""
+    leads_proposals: bool = False
+    """True if it also begins a round whose proposal is there in time."""
 
     def predict_asked(self) -> list[float]:
         """Seconds of a round that asks the draft for 0, 1, ... tokens; for 0 the target works alone."""
@@ -270,20 +278,20 @@ class StepSeconds:
         seconds[0] = self.verify[0] + (0.0 if self.leads else self.target_question)
         return seconds
 
-    def predict_hit(self, tokens: int, branch_step: float, *, is_led: bool = False) -> float:
-        """Seconds of a round whose proposal was drafted ahead: a verification, or the draft's steps where those take
-        longer.
+    def predict_hits(self, branch_step: float) -> list[float]:
+        """Seconds of a round whose 0, 1, ... proposed tokens were drafted ahead: a verification, or the draft's steps
+        where those take longer.
 
         Args:
             branch_step: Seconds of the draft's step for all outcomes that it works ahead for.
-            is_led: True if the target begins the round itself where the proposal is there in time.
         """
-        verify = self.verify[tokens]
-        # When the draft learns which outcome came, it is amid a step for others.
-        drafting = self.draft + tokens * branch_step
-        if is_led and drafting <= verify:
-            return verify
-        return max(verify, drafting) + self.target_question
+        seconds = []
+        for count, verify in enumerate(self.verify):
+            # When the draft learns which outcome came, it is amid a step for others.
+            drafting = self.draft + count * branch_step
+            is_begun = self.leads_proposals and drafting <= verify
+            seconds.append(max(verify, drafting) + (0.0 if is_begun else self.target_question))
+        return seconds
 
 
 class ServiceSpeed:
@@ -332,19 +340,18 @@ class CostModel:
         """True if a prediction of such rounds rests on more than a guess."""
         return self.is_profiled or bool(self._ratios[mode])
 
-    def predict_steps(self, load: int, max_tokens: int, *, leads: bool) -> StepSeconds:
-        """The steps of rounds at a load. Where one service reports no profile they are in steps of the target's."""
-        target = self._target.steps
-        draft = self._draft.steps
-        if target is None or draft is None:
-            return StepSeconds([1.0] * (max_tokens + 1), USUAL_DRAFT_STEP, 0.0, 0.0, leads)
-        return StepSeconds(
-            [target.predict(load, tokens + 1) for tokens in range(max_tokens + 1)],
-            draft.predict(load, 1),
-            self._target.question,
-            self._draft.question,
-            leads,
-        )
+    def predict_steps(self, load: int, max_tokens: int) -> StepSeconds:
+        """The steps of rounds at a load, of a target that is asked for each. Where one service reports no profile they
+        are in steps of the target's."""
+        counts = range(max_tokens + 1)
+        verify = [1.0 for _ in counts]
+        draft = USUAL_DRAFT_STEP
+        questions = 0.0, 0.0
+        if self._target.steps is not None and self._draft.steps is not None:
+            verify = [self._target.steps.predict(load, count + 1) for count in counts]
+            draft = self._draft.steps.predict(load, 1)
+            questions = self._target.question, self._draft.question
+        return StepSeconds(verify, draft, *questions)
 
     def predict_branch_step(self, load: int, outcomes: int) -> float:
         """Seconds of the draft's step for so many outcomes of each request."""
@@ -363,15 +370,22 @@ class CostModel:
 
     def add_round(self, mode: Mode, load: int, seconds: float, predicted: float) -> None:
         """Count a round of one of `load` requests, which report the same steps."""
-        expected = self.ratio(mode, load) if self.is_known else None
-        _count(self._ratios[mode], load, seconds / predicted, expected, load)
+        ratios = self._ratios[mode]
+        if load not in ratios:
+            expected = [self.ratio(mode, load)] * load if self.is_known else []
+            ratios[load] = MovingMedian(RATIO_MEMORY * load, expected)
+        ratios[load].add(seconds / predicted)
 
     def add_branch_step(self, load: int, outcomes: int, seconds: float) -> None:
         """Count a step of the draft for so many outcomes of each request."""
-        if self.is_profiled:
-            expected = _nearest(self._branch_ratios, outcomes) or 1.0
-            ratio = expected * seconds / self.predict_branch_step(load, outcomes)
-            _count(self._branch_ratios, outcomes, ratio, expected, load)
+        if not self.is_profiled:
+            return
+        ratios = self._branch_ratios
+        expected = _nearest(ratios, outcomes) or 1.0
+        predicted = self.predict_branch_step(load, outcomes)
+        if outcomes not in ratios:
+            ratios[outcomes] = MovingMedian(RATIO_MEMORY * load, [expected] * load)
+        ratios[outcomes].add(expected * seconds / predicted)
 
 
 def _nearest(measured: dict[int, MovingMedian], size: int) -> float | None:
@@ -379,15 +393,6 @@ def _nearest(measured: dict[int, MovingMedian], size: int) -> float | None:
     if size not in measured:
         size = min(measured, key=lambda other: abs(math.log(other / size)), default=size)
     return measured[size].value if size in measured else None
-
-
-def _count(
-    measured: dict[int, MovingMedian], size: int, ratio: float, expected: float | None, reports: int
-) -> None:
-    if size not in measured:
-        first = [] if expected is None else [expected] * reports
-        measured[size] = MovingMedian(RATIO_MEMORY * reports, first)
-    measured[size].add(ratio)
 
 
 # ---- decisions
@@ -412,7 +417,7 @@ class LoadDecision:
         """Expected tokens of a round, by proposed tokens."""
         self.seconds: dict[int, list[float]] = {}
         """Predicted seconds of a round, by outcomes that it drafts ahead for and by proposed tokens."""
-        self.steps = costs.predict_steps(load, terms.max_tokens, leads=terms.leads)
+        self.steps = self._predict_steps()
         self.predicted_seconds = 0.0
         """Of all rounds in the mode that was chosen."""
         self.measured_seconds = 0.0
@@ -420,6 +425,8 @@ class LoadDecision:
         """The best plan of each mode."""
         self.gain = 0.0
         """Predicted tokens per second with proposals, over those of the target alone; 0: unknown."""
+        self._ratios: dict[Mode, float] = {}
+        """Measured by predicted seconds, when last renewed."""
         self._asked = self.steps.predict_asked()
         """Predicted seconds of a round that does not draft ahead, by proposed tokens, before the ratio."""
         self._rounds = 0
@@ -471,11 +478,17 @@ class LoadDecision:
             self.gain = self.predict_speed(self.compared) / self.predict_speed(ALONE)
         self._renew_at = self._rounds + max(self.load, TRIAL_ROUNDS)
 
+    def _predict_steps(self) -> StepSeconds:
+        terms = self.terms
+        steps = self.costs.predict_steps(self.load, terms.max_tokens)
+        return replace(steps, leads=terms.leads, leads_proposals=terms.leads_proposals)
+
     def _predict_seconds(self) -> None:
         costs = self.costs
         load = self.load
-        alone, asked, ahead = (costs.ratio(mode, load) for mode in Mode)
-        self.steps = costs.predict_steps(load, self.terms.max_tokens, leads=self.terms.leads)
+        self._ratios = {mode: costs.ratio(mode, load) for mode in Mode}
+        alone, asked, ahead = self._ratios.values()
+        self.steps = self._predict_steps()
         self._asked = self.steps.predict_asked()
         seconds = [alone * self._asked[0], *(asked * each for each in self._asked[1:])]
         self.seconds = {0: seconds}
@@ -483,28 +496,24 @@ class LoadDecision:
             if not outcomes:
                 continue
             hit_rate = self.gains.hit_rate(outcomes)
-            step = costs.predict_branch_step(load, outcomes)
-            self.seconds[outcomes] = [seconds[0]]
-            for tokens in range(1, len(seconds)):
-                hit = self._predict_hit(tokens, step)
-                mean = hit_rate * hit + (1.0 - hit_rate) * self._asked[tokens]
-                self.seconds[outcomes].append(ahead * mean)
-
-    def _predict_hit(self, tokens: int, branch_step: float) -> float:
-        # A target leads with proposals where tokens alone decide.
-        is_led = self.terms.leads and self.terms.kind.rule in (GREEDY.name, STRICT.name)
-        return self.steps.predict_hit(tokens, branch_step, is_led=is_led)
+            hits = self.steps.predict_hits(costs.predict_branch_step(load, outcomes))
+            self.seconds[outcomes] = [
+                ahead * (hit_rate * hit + (1.0 - hit_rate) * miss)
+                for hit, miss in zip(hits, self._asked, strict=True)
+            ]
+            self.seconds[outcomes][0] = seconds[0]
 
     def _find_best(self, expected: Sequence[float]) -> dict[Mode, RoundPlan]:
         """The plan of each mode with the most tokens per second."""
         lengths = range(self.terms.max_tokens + 1) if self.terms.is_adaptive else (self.terms.max_tokens,)
-        best: dict[Mode, RoundPlan] = {}
-        for outcomes in self.terms.outcomes:
-            for tokens in lengths:
-                plan = RoundPlan(tokens, outcomes) if tokens else ALONE
-                other = best.setdefault(plan.mode, plan)
-                if self.predict_speed(plan, expected) > self.predict_speed(other, expected):
-                    best[plan.mode] = plan
+        drafted = [tokens for tokens in lengths if tokens]
+        best = {Mode.ALONE: ALONE} if 0 in lengths else {}
+        for outcomes in self.terms.outcomes if drafted else ():
+            speeds = [made / taken for made, taken in zip(expected, self.seconds[outcomes], strict=True)]
+            plan = RoundPlan(max(drafted, key=speeds.__getitem__), outcomes)
+            other = best.setdefault(plan.mode, plan)
+            if speeds[plan.tokens] > self.predict_speed(other, expected):
+                best[plan.mode] = plan
         return best
 
     def begin_round(self) -> RoundPlan:
@@ -524,12 +533,15 @@ class LoadDecision:
         All requests take part: one that drafts beside others takes what it never takes otherwise.
         """
         rounds = TRIAL_ROUNDS * self.load
+        present = self.plan.mode
         for mode, plan in self.best.items():
+            if mode is present:
+                continue
             slower = 0.0
             if self.costs.is_known_of(mode):
                 slower = 1.0 - self.predict_speed(plan) / self.predict_speed(self.plan)
             lost = max(rounds * max(slower, HYSTERESIS - 1.0), self._lost.get(mode, 0.0))
-            if mode is self.plan.mode or self._rounds < self._tried_at[mode] + lost / TRIAL_SHARE:
+            if self._rounds < self._tried_at[mode] + lost / TRIAL_SHARE:
                 continue
             self._trial = plan
             self._trial_ends_at = self._rounds + rounds
@@ -573,7 +585,7 @@ class LoadDecision:
             return self._asked[result.proposed]
         step = result.outcome_step
         branch_step = self.costs.predict_branch_step(self.load, granted) if step is None else step.seconds
-        return self._predict_hit(result.proposed, branch_step)
+        return self.steps.predict_hits(branch_step)[result.proposed]
 
     def _count_seconds(
         self, cost: RoundCost, mode: Mode, tokens: int, seconds: float, predicted: float
@@ -582,12 +594,12 @@ class LoadDecision:
             return
         self.costs.add_round(mode, self.load, seconds, predicted)
         if mode is self.plan.mode:
-            self.predicted_seconds += predicted * self.costs.ratio(mode, self.load)
+            self.predicted_seconds += predicted * self._ratios[mode]
             self.measured_seconds += seconds
 
     def choose_after_miss(self, count: int) -> int:
         """How many tokens to ask for, `count` at most, where another outcome came than was drafted for."""
-        speed = self.predict_speed(self.plan) * self.costs.ratio(Mode.AHEAD, self.load)
+        speed = self.predict_speed(self.plan) * self._ratios[Mode.AHEAD]
         lengths = range(count + 1) if self.terms.is_adaptive else (0, count)
         return max(lengths, key=lambda tokens: self.expected[tokens] - speed * self._asked[tokens])
 

@@ -75,7 +75,7 @@ class StepTimes:
         """The rounds of so many requests at once, as the controller predicts them."""
         target = ServiceSpeed(_profile(self.verify_seconds, self.per_8_rows), self.round_trip_seconds)
         draft = ServiceSpeed(_profile(self.draft_step_seconds, self.per_8_rows), self.round_trip_seconds)
-        steps = CostModel(target, draft).predict_steps(batch, max_tokens, leads=False)
+        steps = CostModel(target, draft).predict_steps(batch, max_tokens)
         return Rounds(steps, _extended(self.acceptance_rates, max_tokens))
 
 
@@ -232,9 +232,10 @@ def remedies(rounds: Rounds) -> tuple[Remedy, ...]:
 def _speeds_ahead(rounds: Rounds, hit_rate: float) -> list[float]:
     """Tokens per second where the draft works ahead, by proposed tokens."""
     speeds = rounds.speeds[:1]
-    for count in range(1, len(rounds.seconds)):
-        hit = rounds.steps.predict_hit(count, rounds.steps.draft)
-        speeds.append(rounds.tokens[count] / (hit_rate * hit + (1.0 - hit_rate) * rounds.seconds[count]))
+    hits = rounds.steps.predict_hits(rounds.steps.draft)
+    for count in range(1, len(hits)):
+        mean = hit_rate * hits[count] + (1.0 - hit_rate) * rounds.seconds[count]
+        speeds.append(rounds.tokens[count] / mean)
     return speeds
 
 

@@ -52,9 +52,10 @@ class SlowReaderWatchdog:
         self._stalled: set[asyncio.Task[object]] = set()
         self._next_look: asyncio.TimerHandle | None = None
 
-    async def take(self, write: Awaitable[None]) -> None:
-        """Wait until the reader of the running task's stream has taken a message."""
-        task, patience = asyncio.current_task(), self._patience
+    async def take(self, write: Awaitable[None], task: asyncio.Task[object] | None) -> None:
+        """Wait until the reader of a stream has taken a message. The stream is that of the running task, which its
+        caller looks up once: to look it up takes as long as to write a short message."""
+        patience = self._patience
         if task is None or patience is None:
             await write
             return
@@ -374,11 +375,12 @@ def guarding(calls: RunningCalls, stalled_reader_timeout_seconds: float | None =
                     return await called
                 # Writing here, not by yielding to gRPC, lets a cancelled call close its generator at once and in its
                 # own task.
+                task = asyncio.current_task()
                 async with aclosing(called) as responses:
                     async for response in responses:
                         # Returns once the flow control of HTTP/2 has let the message go, so a stream never queues more
                         # than one.
-                        await readers.take(context.write(response))
+                        await readers.take(context.write(response), task)
             return None
 
         return remade(handler, answer, bytes)

@@ -311,6 +311,10 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         """To the last question, until somebody has taken it."""
         self._waiter: asyncio.Future[None] | None = None
         """Set while somebody waits for an answer, for outcomes or for the end."""
+        self._alarm: asyncio.TimerHandle | None = None
+        """Ends a wait. It stays for the next one, as nearly every wait ends long before: a timer for each would take as
+        long as to read a proposal."""
+        self._alarm_at = 0.0
         self.is_open = False
         """True once the draft has read the sequence. Before that, the draft may be waiting for room."""
         self._late_since: float | None = None
@@ -455,14 +459,19 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         self._wake()
 
     async def _arrival(self, until: float) -> None:
-        """Wait for something to arrive, but not beyond a moment of the monotonic clock."""
+        """Wait for something to arrive, but not beyond a moment of the monotonic clock. It may end without either."""
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
-        timer = loop.call_later(until - time.monotonic(), self._wake)  # half as dear as `asyncio.timeout`
-        try:
-            await self._waiter
-        finally:
-            timer.cancel()
+        if self._alarm is None or self._alarm_at > until:
+            if self._alarm is not None:
+                self._alarm.cancel()
+            self._alarm = loop.call_later(until - time.monotonic(), self._ring)
+            self._alarm_at = until
+        await self._waiter
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -230,7 +230,7 @@ async def test_a_plan_measures_every_length_and_the_acceptance(address: str) -> 
     for batch, rounds in measured.items():
         assert len(rounds.steps.verify) == 5
         assert min(rounds.steps.verify) > 0.0
-        assert min(rounds.steps.draft, rounds.steps.target_question) > 0.0
+        assert min(rounds.steps.draft, rounds.steps.draft_question) > 0.0
         assert len(rounds.acceptance_rates) == 4
         assert 0.3 < rounds.acceptance_rates[0] < 1.0
         assert [row.tokens for row in plan(rounds, batch).lengths] == [0, 1, 2, 3, 4]

@@ -60,7 +60,7 @@ class ScriptedTarget:
     """Proposals of the rounds that it begins by itself; None: it begins none."""
     address: str | None = "t:1"
     has_read: bool = False
-    cost: StepCost | None = VERIFIED
+    cost: StepCost | None = field(default_factory=lambda: VERIFIED)
     asked: list[tuple[Proposal, Lead]] = field(default_factory=list)
     _begun: Proposal | None = None
 

@@ -37,10 +37,11 @@ from benchmarks.contenders import (
 )
 from benchmarks.peers import PHASES, Contender, Outcome, Workload
 from benchmarks.report import Machine, Report, Row, Table, cell_of, show, write
+from tandem.config.settings import load_settings
 from tandem.errors import TandemError
 from tandem.progress import Progress
 from tandem.telemetry.logs import configure
-from tandem_load.common import chosen, free_port, one_sentence, read_options, rotated
+from tandem_load.common import chosen, free_port, one_sentence, rotated
 
 REFERENCE = "target-alone"
 PEERS = ("draft", "target")
@@ -52,8 +53,7 @@ _MACHINES_OWN = ("--vllm-python", "--max-python", "--cache-folder")
 
 def parse(arguments: Sequence[str], program: str = "tandem bench") -> BenchSettings:
     """The settings of a command line."""
-    words = "Measure ways of decoding with the same weights and prompts, in turn, on this machine."
-    return read_options(BenchSettings, arguments, program, words)
+    return load_settings(BenchSettings, arguments, program)
 
 
 def run(arguments: Sequence[str], program: str = "tandem bench") -> None:

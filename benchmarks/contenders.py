@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
+from pydantic_settings import SettingsConfigDict
 
 from benchmarks.open_pair import open_pair
 from benchmarks.pace import Pace
@@ -28,13 +29,13 @@ from benchmarks.pairs import Pair
 from benchmarks.peers import Answer, Contender, Outcome, Workload, peer
 from tandem.clients.client import Client
 from tandem.config.names import BOUND_METHODS, MODEL_FREE_METHODS, OWN_METHODS, checkpoint_method
-from tandem.config.options import Options
+from tandem.config.settings import FilledSettings
 from tandem.errors import ServiceUnavailableError, TandemError
 from tandem.model.types import GenerationRequest, SpeculationStats
 from tandem_coordinator.cli.serve import BOUND_PACKAGE
 from tandem_coordinator.cli.up import SHARES
 from tandem_coordinator.stats.speculation import add
-from tandem_load.common import CACHE_FOLDER, LISTED, Positive, free_port, service
+from tandem_load.common import CACHE_FOLDER, Listed, Positive, free_port, service
 from tandem_load.generator import Connection, Served, http_connection, served_model
 
 HEAD_METHODS = tuple(method for method in BOUND_METHODS if method not in OWN_METHODS)
@@ -58,21 +59,25 @@ def _paced(text: str) -> str:
     return text
 
 
-class BenchSettings(Options):
-    """Options of a comparison."""
+class BenchSettings(FilledSettings):
+    """Measure ways of decoding with the same weights and prompts, in turn, on this machine."""
+
+    model_config = SettingsConfigDict(cli_shortcuts={"json-file": "json", "markdown-file": "markdown"})
+
+    env_prefix: ClassVar = "TANDEM_BENCH_"
 
     pair: str = "demo"
     """demo, random (the demo target, and a draft of random weights), TARGET:DRAFT (folders or Hugging Face ids), or
     shaped:TARGET_PARAMETERS:DRAFT_LAYERS:AGREEMENT, for instance shaped:200M:1:0.8: random weights with the shape of
     Llama 3.1, whose draft agrees that often."""
-    contenders: Annotated[tuple[Annotated[str, BeforeValidator(_known)], ...], *LISTED] = Field(
+    contenders: Listed[Annotated[str, BeforeValidator(_known)]] = Field(
         default_factory=lambda: tuple(CONTENDERS)
     )
     """Ways of decoding to compare, without those of an engine whose Python is not given. One of Tandem's may have
     options of its coordinator behind its name, as one word: "speculative-ahead --target-lead 0"."""
-    batch: Annotated[tuple[Positive, ...], *LISTED] = (1, 4, 16)
+    batch: Listed[Positive] = (1, 4, 16)
     """Requests at once."""
-    temperature: Annotated[tuple[Annotated[float, Field(ge=0)], ...], *LISTED] = (0.0, 1.0)
+    temperature: Listed[Annotated[float, Field(ge=0)]] = (0.0, 1.0)
     """0 is greedy."""
     rounds: Positive = 5
     """Number of times that each contender completes each batch, in turn with the others."""

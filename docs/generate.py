@@ -74,8 +74,9 @@ You can set an option in four places. The first one that names it wins:
 
 In Python: `SpeculativeConfig(speculative_method="ngram", num_speculative_tokens=4)` from `tandem.config`.
 
-Unknown options are refused everywhere. `tandem config show` prints every value and where it comes from;
-`tandem config check FILE|JSON` reports every broken rule and exits with 0 or 2. Services may share a file or an
+`tandem serve SERVICE --help` lists the options that most people need, `--help-all` all of them. Unknown options are
+refused everywhere, and all faults are told in one answer. `tandem config show` prints every value and where it comes
+from; `tandem config check FILE|JSON` reports every broken rule and exits with 0 or 2. Services may share a file or an
 environment: each reads its own options of the first five tables. Options of one service alone belong into a section of
 the file."""
 

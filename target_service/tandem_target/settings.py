@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from tandem.config.layers import Origin
 from tandem.config.names import BOUND_METHODS, OWN_METHODS, canonical_method
+from tandem.config.options import SHORT_HELP
+from tandem.config.origin import Origin
 from tandem.config.settings import ModelServerSettings
 from tandem.config.speculative import MAX_CONFIGURED_TOKENS, Integers
 from tandem.errors import ConfigurationError
@@ -22,12 +23,12 @@ class TargetSettings(ModelServerSettings):
 
     env_prefix: ClassVar = "TANDEM_TARGET_"
 
-    port: int = Field(default=50052, ge=0, le=65535)
+    port: Annotated[int, SHORT_HELP] = Field(default=50052, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
-    draft_model: Path | None = None
+    draft_model: Annotated[Path | None, SHORT_HELP] = None
     """Folder of a drafting head for this model, which then proposes in this process, on the same port. By default none.
     vLLM's name for it: model of --speculative-config."""
-    speculative_method: str | None = None
+    speculative_method: Annotated[str | None, SHORT_HELP] = None
     """Method of draft_model: eagle, eagle3, medusa or dflash. By default what its config.json says. mtp drafts with the
     model's own layers for multi-token prediction, and needs no draft_model. extract_hidden_states, which needs no
     draft, is implied by shared_storage_path. vLLM's name: method."""

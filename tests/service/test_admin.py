@@ -14,7 +14,7 @@ import pytest
 
 from tandem.clients.admin_client import AdminClient
 from tandem.clients.client import Client
-from tandem.config.layers import Origin
+from tandem.config.origin import Origin
 from tandem.errors import InvalidRequestError, ServiceUnavailableError
 from tandem.model.speculation_state import SpeculationState
 from tandem.model.types import GenerationRequest, StepProfile

@@ -12,16 +12,15 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field
+from pydantic_settings import CliVariadicArg
 
-from tandem.config.options import Options, sentences
-from tandem.errors import ConfigurationError, TandemError
+from tandem.errors import TandemError
 from tandem.serving.children import Child
 from tandem.serving.standard_streams import exit_with
 from tandem_coordinator.cli.main import exit_code
 
 ItemT = TypeVar("ItemT")
-OptionsT = TypeVar("OptionsT", bound=Options)
 
 CACHE_FOLDER = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tandem" / "bench"
 """Default folder of shaped pairs."""
@@ -88,39 +87,9 @@ def _listed(value: Any) -> Any:
     return [part for word in words for part in (word.split(",") if isinstance(word, str) else [word])]
 
 
-LISTED = BeforeValidator(_listed), Field(min_length=1)
-"""Of an option with several values, which commas or spaces separate."""
+Listed = CliVariadicArg[Annotated[tuple[ItemT, ...], BeforeValidator(_listed), Field(min_length=1)]]
+"""Several values, with commas or spaces between them."""
 Positive = Annotated[int, Field(ge=1)]
-_FLAGS = {"json_file": "--json", "markdown_file": "--markdown"}
-"""Options whose plain name would hide a method of their class."""
-
-
-def read_options(
-    kind: type[OptionsT], arguments: Sequence[str], program: str, description: str | None
-) -> OptionsT:
-    """The options of a command line, one for each field of their class."""
-    parser = argparse.ArgumentParser(
-        prog=program,
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    for name, option in kind.model_fields.items():
-        default = option.get_default(call_default_factory=True)
-        is_list = isinstance(default, tuple)
-        shown = ",".join(map(str, default)) if is_list else default
-        how: dict[str, Any] = {"metavar": name.split("_")[-1].upper(), "nargs": "+" if is_list else None}
-        if option.annotation is bool:
-            how = {"action": argparse.BooleanOptionalAction}
-        words = f"{option.description} [default: {'none' if shown in (None, '') else shown}]".replace(
-            "%", "%%"
-        )
-        parser.add_argument(_FLAGS.get(name, "--" + name.replace("_", "-")), dest=name, help=words, **how)
-    try:
-        return kind(**vars(parser.parse_args(arguments)))
-    except ValidationError as error:
-        raise ConfigurationError("; ".join(sentences(error))) from None
 
 
 @contextmanager

@@ -30,18 +30,19 @@ import numpy as np
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import AfterValidator, BeforeValidator, Field, FilePath, TypeAdapter
+from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 from rich.table import Table
 
 from tandem.clients.client import Client, Retries
-from tandem.config.options import Options
 from tandem.config.rule import Rule, Rules
+from tandem.config.settings import FilledSettings, load_settings
 from tandem.errors import TandemError
 from tandem.model.types import GenerationRequest
 from tandem.progress import Progress
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem_coordinator.cli.serve import SERVICES
-from tandem_load.common import LISTED, Positive, free_port, one_sentence, process, read_options
+from tandem_load.common import Listed, Positive, free_port, one_sentence, process
 from tandem_load.http_server import errors_of, event_of, first_model, raise_for, words_of
 
 # ---- arrivals, lengths and figures, named as by `vllm bench serve`
@@ -331,8 +332,14 @@ def _one_coordinator(options: LoadSettings) -> Iterator[str]:
         yield "--over http is about a coordinator that is started; for a server that runs there is guidellm"
 
 
-class LoadSettings(Options):
-    """Options of a load. Those from `rule` on are of the coordinator that is started without --address."""
+class LoadSettings(FilledSettings):
+    """Send a load to a coordinator. Without --address one runs before two scripted services, so that no model is
+    measured; options from --rule on are for these. Requests arrive as a Poisson process and have log-normal lengths;
+    --seed decides both. Names are those of `vllm bench serve`."""
+
+    model_config = SettingsConfigDict(cli_shortcuts={"json-file": "json"})
+
+    env_prefix: ClassVar = "TANDEM_LOAD_"
 
     own_rules: ClassVar[Rules] = (Rule("server", "A load has one coordinator.", _one_coordinator),)
 
@@ -344,9 +351,9 @@ class LoadSettings(Options):
     """By default four for each client."""
     seed: int = 0
     """Decides arrivals and lengths."""
-    goodput: tuple[Annotated[str, AfterValidator(_checked)], ...] = ()
+    goodput: Listed[Annotated[str, AfterValidator(_checked)]] = ()
     """NAME:MS: bounds of ttft, tpot, itl or e2el."""
-    percentiles: Annotated[tuple[Annotated[float, Field(ge=0, le=100)], ...], *LISTED] = (50.0, 90.0, 99.0)
+    percentiles: Listed[Annotated[float, Field(ge=0, le=100)]] = (50.0, 90.0, 99.0)
     """Percentiles of latencies."""
     prompt_tokens: Annotated[Lengths, BeforeValidator(Lengths.parse)] = SHAREGPT_PROMPTS
     """MEDIAN[:SIGMA[:MAXIMUM]]; by default as ShareGPT's chats."""
@@ -434,7 +441,7 @@ def table(report: LoadReport) -> Table:
 def run(arguments: Sequence[str], program: str = "tandem bench") -> None:
     """Send a load, print the table, write the file. Ends the process with one sentence when it cannot."""
     with one_sentence():
-        options = read_options(LoadSettings, arguments, program, __doc__)
+        options = load_settings(LoadSettings, arguments, program)
         with Progress(program, sys.stderr) as progress:
             report = uvloop.run(_measure(options, progress))
     Console(highlight=False).print(table(report))

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 from pydantic import ValidationError
 
-from tandem.config.layers import Origin, read_options
 from tandem.config.options import sentences
+from tandem.config.origin import Origin
 from tandem.errors import ConfigurationError
 from tandem.model.admin import ConfigOption
 from tandem_coordinator.cli.command import OutputOptions, command
@@ -73,7 +73,7 @@ def check(
 
 def _read(arguments: list[str], environment: Mapping[str, str]) -> tuple[ConfigSettings, dict[str, Origin]]:
     """The settings and their origins."""
-    values, origins = read_options(ConfigSettings, arguments, environment, "tandem config show")
+    values, origins = ConfigSettings.read(arguments, environment, "tandem config show")
     try:
         return ConfigSettings(**values), origins
     except ValidationError as error:

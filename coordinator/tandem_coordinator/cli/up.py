@@ -17,7 +17,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 from tandem.config import names
-from tandem.config.layers import read_options
 from tandem.config.options import ALIASES
 from tandem.config.speculative import checked_method
 from tandem.errors import ConfigurationError, ServiceUnavailableError, TandemError
@@ -236,7 +235,7 @@ class _Draft(NamedTuple):
 def service_arguments(options: UpOptions) -> ServiceArguments:
     """The command line of each service."""
     file = as_words(config_file=options.config_file)
-    shared, _ = read_options(ConfigSettings, file, os.environ, "tandem up")
+    shared, _ = ConfigSettings.read(file, os.environ, "tandem up")
     options = _with_model(options, shared)
     target = str(bundled.demo_pair().target)
     if options.model != bundled.DEMO:

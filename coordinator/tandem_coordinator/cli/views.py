@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tandem.config.layers import Origin
+from tandem.config.origin import Origin
 from tandem.config.rule import spelled
 from tandem.model.admin import ConfigOption, CoordinatorState, Load, RequestReport, Stats, Status, Throughput
 from tandem.model.replica import ReplicaSnapshot, ReplicaState

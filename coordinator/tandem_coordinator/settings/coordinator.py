@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_va
 
 from tandem.acceptance.strategies import COMBINATION_RULES, LOSSLESS_RULES
 from tandem.config import SpeculativeConfig
-from tandem.config.options import Options
+from tandem.config.options import SHORT_HELP, Options
 from tandem.config.rule import Rule, Rules, not_below, rule
 from tandem.config.settings import ServerSettings
 from tandem.config.speculative import check_rule, split_list
@@ -159,9 +159,9 @@ def _one_text(value: object) -> object:
 class HttpOptions(Options):
     """HTTP beside gRPC, off unless it has a port. TLS and tokens are those of the server."""
 
-    http_port: int | None = Field(default=None, ge=0, le=65535)
+    http_port: Annotated[int | None, SHORT_HELP] = Field(default=None, ge=0, le=65535)
     """Port for HTTP: OpenAI's API, /metrics and a page to try it on; 0 takes any free one. By default there is none."""
-    http_host: str = "127.0.0.1"
+    http_host: Annotated[str, SHORT_HELP] = "127.0.0.1"
     """Address to listen on for HTTP."""
     http_max_connections: int = Field(default=1024, ge=1)
     """Maximum HTTP connections at once; others are answered with 503."""
@@ -221,12 +221,12 @@ class CoordinatorSettings(
     repeatable: ClassVar = ("target_address", "draft_address", "cors_origin", "share_between_callers")
     """Options that may be given several times on a command line."""
 
-    port: int = Field(default=DEFAULT_PORT, ge=0, le=65535)
+    port: Annotated[int, SHORT_HELP] = Field(default=DEFAULT_PORT, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
-    target_address: Addresses
-    """host:port of the target service, or several with commas between them. A name stands for all of its addresses,
+    target_address: Annotated[Addresses, SHORT_HELP]
+    """host:port of the target service; several have commas between them. A name stands for all of its addresses,
     and is looked up again every `resolve_interval_seconds`."""
-    draft_address: Addresses | None = None
+    draft_address: Annotated[Addresses | None, SHORT_HELP] = None
     """Addresses of the draft service. Without one the target works alone."""
     speculation: bool = True
     """Let drafts propose. Off: the target works alone, through the same path. Tandem's own."""

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 
 from pydantic import ValidationError
 
-from tandem.config.layers import Origin
 from tandem.config.options import ALIASES, sentences, unknown_option
+from tandem.config.origin import Origin
 from tandem.config.rule import refuse
 from tandem.config.speculative import AcceptanceOptions, SourceOptions
 from tandem.errors import InvalidRequestError

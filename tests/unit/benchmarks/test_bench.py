@@ -33,6 +33,22 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
         assert words in message
 
 
+@pytest.mark.parametrize("words", [["--batch", "2", "8"], ["--batch", "2,8"], ["--batch=2,8"]])
+def test_several_values_have_commas_or_spaces_between_them(words: list[str]) -> None:
+    assert parse([*words, "--no-seeded"]).batch == (2, 8)
+
+
+def test_a_comparison_is_set_like_any_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TANDEM_BENCH_ROUNDS", "3")
+    monkeypatch.setenv("TANDEM_BENCH_BATCH", "2,8")
+    settings = parse(["--batch", "1", "--json", str(tmp_path / "a"), "--markdown", str(tmp_path / "b")])
+    assert (settings.batch, settings.rounds) == ((1,), 3)
+    assert (settings.json_file, settings.markdown_file) == (tmp_path / "a", tmp_path / "b")
+    assert settings.origins["rounds"] == "environment"
+    with pytest.raises(ConfigurationError, match="--runds is not an option; did you mean --rounds"):
+        parse(["--runds", "1"])
+
+
 def test_a_target_without_a_head_leaves_the_contender_out(tmp_path: Path) -> None:
     with prepared(parse([])) as setup:
         elsewhere = replace(setup, pair=replace(setup.pair, target=tmp_path / "target"))

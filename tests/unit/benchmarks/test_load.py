@@ -13,8 +13,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from tandem.config.settings import load_settings
 from tandem.errors import ConfigurationError, NotFoundError, ServiceUnavailableError
-from tandem_load.common import read_options
 from tandem_load.fakes import Script
 from tandem_load.generator import (
     SHAREGPT_OUTPUTS,
@@ -169,7 +169,7 @@ def test_supports_hold_the_guess_and_the_target_only_where_it_is_the_guess() -> 
 )
 def test_wrong_options_of_a_load_are_refused(words: list[str], sentence: str) -> None:
     with pytest.raises(ConfigurationError) as refused:
-        read_options(LoadSettings, words, "tandem bench", "")
+        load_settings(LoadSettings, words, "tandem bench")
     assert sentence in str(refused.value)
 
 

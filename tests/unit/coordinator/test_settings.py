@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from tandem.acceptance.strategies import RESIDUAL, checked_strategy
 from tandem.config import SpeculativeConfig
-from tandem.config.layers import Origin
+from tandem.config.origin import Origin
 from tandem.errors import InvalidRequestError
 from tandem.model.admin import ConfigOption
 from tandem.model.types import GenerationRequest

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,10 @@ from pydantic import ValidationError
 from tandem.acceptance.strategies import STRATEGIES
 from tandem.config import SpeculativeConfig
 from tandem.config import names as acceptance_names
-from tandem.config.layers import Origin, command_line, read_options
 from tandem.config.names import METHODS, REFUSED_METHODS, REFUSED_OPTIONS, as_torch, inferred_method
-from tandem.config.options import ALIASES, Options
-from tandem.config.settings import load_settings
+from tandem.config.options import ALIASES, flag
+from tandem.config.origin import Origin
+from tandem.config.settings import FilledSettings, load_settings
 from tandem.errors import ConfigurationError
 from tandem_coordinator.settings.coordinator import ConfigSettings, CoordinatorSettings
 from tandem_draft.settings import DraftSettings
@@ -60,8 +62,7 @@ def test_sources_override_each_other_in_order(file: Path, monkeypatch: pytest.Mo
 
 
 def test_the_origin_of_a_value_is_reported(file: Path) -> None:
-    values, origins = read_options(
-        ConfigSettings,
+    values, origins = ConfigSettings.read(
         ["--num-speculative-tokens", "5", "--prompt-lookup-max", "4"],
         {"TANDEM_RELAXED_TOPK": "4", "TANDEM_CONFIG_FILE": str(file)},
         "show",
@@ -75,6 +76,52 @@ def test_the_origin_of_a_value_is_reported(file: Path) -> None:
         "prompt_lookup_min": Origin.INFERRED,
     }
     assert values["prompt_lookup_min"] == "4"
+
+
+def test_settings_of_a_process_know_the_origin_of_each_value(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_RELAXED_TOPK", "4")
+    monkeypatch.setenv("TANDEM_COORDINATOR_PORT", "0")
+    settings = coordinator("--method", "suffix", "--no-speculation", "--config-file", str(file))
+    found = {
+        name: (getattr(settings, name), settings.origins.get(name, Origin.DEFAULT))
+        for name in (
+            "speculative_method",
+            "speculation",
+            "port",
+            "relaxed_topk",
+            "relaxed_delta",
+            "max_num_steps",
+        )
+    }
+    assert found == {
+        "speculative_method": ("suffix", Origin.COMMAND_LINE),
+        "speculation": (False, Origin.COMMAND_LINE),
+        "port": (0, Origin.ENVIRONMENT),
+        "relaxed_topk": (4, Origin.ENVIRONMENT),
+        "relaxed_delta": (0.3, Origin.FILE),
+        "max_num_steps": (1, Origin.DEFAULT),
+    }
+
+
+def test_settings_made_in_python_read_no_other_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_RELAXED_TOPK", "4")
+    monkeypatch.setenv("TANDEM_COORDINATOR_PORT", "7")
+    settings = CoordinatorSettings(target_address="127.0.0.1:1")
+    assert (settings.relaxed_topk, settings.port, dict(settings.origins)) == (10, 50051, {})
+
+
+@pytest.mark.parametrize("fault", [{"relaxed_topk": 0}, {"relaxed_topk": 3, "x": 1}])
+def test_every_way_to_make_settings_has_the_same_sentence(fault: dict[str, Any]) -> None:
+    values = {"target_address": "127.0.0.1:1", **fault}
+    with pytest.raises(ValidationError) as made:
+        CoordinatorSettings(**values)
+    with pytest.raises(ValidationError) as validated:
+        CoordinatorSettings.model_validate(values)
+    told = [[detail["msg"] for detail in error.value.errors()] for error in (made, validated)]
+    assert told[0] == told[1]
+    assert len(told[0]) == 1
 
 
 def test_the_json_form_is_as_strong_as_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,6 +266,41 @@ def test_unreadable_values_do_not_hide_broken_rules(monkeypatch: pytest.MonkeyPa
     )
 
 
+def test_faults_of_all_sources_are_told_in_one_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "c.yaml").write_text("relaxed_delta: 7\nnum_speculative_token: 3\n")
+    monkeypatch.setenv("TANDEM_COORDINATOR_HTTP_PRT", "1")
+    monkeypatch.setenv("TANDEM_RELAXED_TOPK", "none")
+    words = ("--port", "x", "--prt", "1", "--config-file", str(tmp_path / "c.yaml"))
+    told = refusal(*ADDRESS, *words)
+    for sentence in (
+        "port is 'x'; it must be an integer",
+        "relaxed_topk is 'none'; it must be an integer",
+        "relaxed_delta is 7; it must be between 0 and 1",
+        "--prt is not an option; did you mean --port?",
+        "num_speculative_token is not an option; did you mean num_speculative_tokens?",
+        "TANDEM_COORDINATOR_HTTP_PRT is not an option; did you mean TANDEM_COORDINATOR_HTTP_PORT?",
+    ):
+        assert sentence in told
+
+
+@pytest.mark.parametrize("word", ["port", "x"])
+def test_a_word_that_is_no_option_is_refused_by_name(word: str) -> None:
+    assert refusal(*ADDRESS, word, "1") == f"{word} is not an option"
+
+
+@pytest.mark.parametrize(
+    ("words", "addresses"),
+    [
+        (("--draft-address", "a:1,b:2"), "a:1,b:2"),
+        (("--draft-address", "a:1", "--draft-address=b:2"), "a:1,b:2"),
+    ],
+)
+def test_an_option_may_be_given_several_times(words: tuple[str, ...], addresses: str) -> None:
+    assert coordinator("--insecure", *words).draft_address == addresses
+
+
 def test_a_rule_ignores_unreadable_options() -> None:
     arguments = ("--rejection-sampling-strategy", "synthetic", "--synthetic-acceptance-rates", "0.9,x")
     assert refusal(*ADDRESS, *arguments) == "synthetic_acceptance_rates.1 is 'x'; it must be a number"
@@ -272,17 +354,50 @@ def test_check_prints_every_broken_rule_on_its_own_line(tmp_path: Path) -> None:
     ]
 
 
-SERVICES = [CoordinatorSettings, DraftSettings, TargetSettings]
+SERVICES: list[type[FilledSettings]] = [CoordinatorSettings, DraftSettings, TargetSettings]
+
+
+def shown(cls: type[FilledSettings], word: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a service prints for a word that asks for help, on a terminal of this width."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    printed = StringIO()
+    with redirect_stdout(printed), pytest.raises(SystemExit) as ended:
+        load_settings(cls, [word], "tandem serve x")
+    assert ended.value.code == 0
+    return printed.getvalue()
 
 
 @pytest.mark.parametrize("cls", SERVICES)
-def test_the_help_lists_every_option_and_fits_a_terminal(cls: type[Options]) -> None:
-    text = command_line(cls, "tandem serve x", 80).format_help()
+def test_the_whole_help_lists_every_option_and_fits_a_terminal(
+    cls: type[FilledSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = shown(cls, "--help-all", 80, monkeypatch)
     for name in cls.model_fields:
         assert len(re.findall(rf"^  --{name.replace('_', '-')},? ", text, re.MULTILINE)) == 1
         assert re.search(rf"TANDEM_([A-Z]+_)?{name.upper()}\b", re.sub(r"\s+", " ", text))
     too_long = [line for line in text.splitlines() if len(line) > 80]
     assert all(len(line.split()) <= 4 for line in too_long), "only flags, which cannot be broken, are longer"
+
+
+@pytest.mark.parametrize("cls", SERVICES)
+def test_the_help_fits_a_screen_and_says_where_the_rest_is(
+    cls: type[FilledSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = shown(cls, "--help", 80, monkeypatch)
+    assert text == shown(cls, "-h", 80, monkeypatch)
+    assert len(text.splitlines()) <= 40
+    assert max(map(len, text.splitlines())) <= 80
+    listed = re.findall(r"^  (--[a-z-]+)", text, re.MULTILINE)
+    assert 10 <= len(listed) == len(set(listed)) <= 18
+    assert {"--host", "--port", "--log-level"} <= set(listed)
+    assert set(listed) < {flag(name) for name in cls.model_fields}
+    assert text.count(":\n") >= 4, "options stand under headings"
+    assert "--help-all lists all options" in text
+
+
+def test_the_help_has_what_every_call_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cls, needed in zip(SERVICES, ("target-address", "model", "model"), strict=True):
+        assert f"  --{needed} " in shown(cls, "--help", 100, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.layers import _kind
+from tandem.config.help import kind as kind_of
 from tandem.config.settings import ServerSettings, load_settings
 from tandem.errors import ConfigurationError, ServiceUnavailableError
 from tandem.model_sources import bundled
@@ -454,7 +454,7 @@ def sample(cls: type[ServerSettings], name: str) -> Any:
     if name in SAMPLES:
         return SAMPLES[name]
     field = cls.model_fields[name]
-    kind = _kind(field.annotation)
+    kind = kind_of(field.annotation)
     if kind == "bool":
         return not field.default
     if "|" in kind:

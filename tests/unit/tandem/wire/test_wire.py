@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.config.layers import Origin
+from tandem.config.origin import Origin
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.model.admin import ConfigOption, CoordinatorState, Diagnosis
 from tandem.model.replica import ReplicaState, Role

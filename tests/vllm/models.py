@@ -68,21 +68,20 @@ async def engine_over(
     **options: Any,
 ) -> AsyncIterator[RowEngine]:
     """Our engine over vLLM's worker during the block."""
-    settings = TargetSettings(
-        **{
-            "model": folder,
-            "engine": "vllm",
-            "device": DEVICE,
-            "dtype": "float32",
-            "threads": 1,
-            "max_length": MAX_LENGTH,
-            "max_sequences": 16,
-            "max_num_batched_tokens": 24,  # prompts are read in chunks
-            "kv_cache_memory_bytes": 32 << 20,
-            "enforce_eager": True,
-        }
-        | options
-    )
+    values: dict[str, Any] = {
+        "model": folder,
+        "engine": "vllm",
+        "device": DEVICE,
+        "dtype": "float32",
+        "threads": 1,
+        "max_length": MAX_LENGTH,
+        "max_sequences": 16,
+        "max_num_batched_tokens": 24,  # prompts are read in chunks
+        "kv_cache_memory_bytes": 32 << 20,
+        "enforce_eager": True,
+        **options,
+    }
+    settings = TargetSettings(**values)
     model = load_vllm(settings, folder, proposal_length=4, on_failure=on_failure)
     async with started(RowEngine(model, EngineSettings.of(settings), on_step)) as engine:
         yield engine

@@ -364,8 +364,8 @@ async def test_a_block_ends_at_the_longest_sequence(tmp_path: Path) -> None:
 HEAD = {"architectures": ["LlamaForCausalLMEagle3"]}
 
 
-def refusal(**settings: object) -> str:
-    values = {"model": DEMO_TARGET, **settings}
+def refusal(**settings: Any) -> str:
+    values: dict[str, Any] = {"model": DEMO_TARGET, **settings}
     with pytest.raises(ConfigurationError) as error:
         BoundService(TargetSettings(**values))
     return str(error.value)

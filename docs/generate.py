@@ -66,6 +66,7 @@ _INTRODUCTION = """\
 You can set an option in four places. The first one that names it wins:
 
 1. the command line: `--num-speculative-tokens 4`, or several at once: `--speculative-config '{"method": "ngram"}'`;
+   the word `null` or `none` takes back a value from the environment or a file, for an option that may be without one;
 2. the environment: `TANDEM_NUM_SPECULATIVE_TOKENS=4` for every service, or `TANDEM_COORDINATOR_...`, `TANDEM_DRAFT_...`
    and `TANDEM_TARGET_...` for any option of one service, which win over the former. An empty variable counts as unset;
 3. for the coordinator and the draft service, a TOML, YAML or JSON file: `--config-file tandem.toml`, and

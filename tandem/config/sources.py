@@ -28,6 +28,9 @@ _PROCESS_PREFIXES = tuple(
     for process in ("BENCH", "CLIENT", "COORDINATOR", "DRAFT", "LOAD", "TARGET", "VLLM")
 )
 
+_CLEARING_WORDS = (None, "null", "none")
+"""On a command line these take back what the environment or a file sets, where an option may be without a value."""
+
 
 class CommandLine(CliSettingsSource[ArgumentParser]):
     """The words of a command line."""
@@ -47,7 +50,17 @@ class CommandLine(CliSettingsSource[ArgumentParser]):
 
     def __call__(self, **parsed: Any) -> Any:
         fields = self.settings_cls.model_fields
-        return _own(options.spelled_one_way(super().__call__(**parsed), fields), fields) | self._unknown
+        given: dict[str, Any] = {}
+        cleared: dict[str, None] = {}
+        for name, value in super().__call__(**parsed).items():
+            if value not in _CLEARING_WORDS:
+                given[name] = value
+            elif fields[name].default is None:
+                cleared[name] = None
+            else:
+                given[name] = value or "null"  # pydantic-settings has read this word as None
+        found = options.spelled_one_way(given, fields) | cleared
+        return _own(found, fields) | self._unknown
 
     def _parse(self, parser: ArgumentParser, arguments: Sequence[str]) -> Namespace:
         try:

@@ -318,6 +318,34 @@ def test_show_prints_each_value_and_its_origin(monkeypatch: pytest.MonkeyPatch) 
     assert set(printed) == set(ConfigSettings.model_fields)
 
 
+def test_show_names_the_command_line_the_environment_the_file_and_the_default(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_RELAXED_TOPK", "4")
+    monkeypatch.setenv("TANDEM_NUM_SPECULATIVE_TOKENS", "4")
+    words = ("--config-file", str(file), "--num-speculative-tokens", "5", "--json")
+    printed = json.loads(COMMANDS.succeed("config", "show", *words))
+    assert printed["num_speculative_tokens"] == {"value": 5, "from": "command line"}
+    assert printed["relaxed_topk"] == {"value": 4, "from": "environment"}
+    assert printed["relaxed_delta"] == {"value": 0.3, "from": "file"}
+    assert printed["typical_delta"] == {"value": 0.3, "from": "default"}
+
+
+@pytest.mark.parametrize("word", ["null", "none"])
+def test_null_on_the_command_line_takes_a_value_back(word: str) -> None:
+    name = "synthetic_acceptance_rate"
+    variables = {f"TANDEM_{name.upper()}": "0.5"}
+    values, origins = ConfigSettings.read([flag(name), word], variables, "tandem")
+    settings = ConfigSettings(**values)
+    assert settings.synthetic_acceptance_rate is None
+    assert origins[name] == Origin.COMMAND_LINE
+
+
+@pytest.mark.parametrize("word", ["null", "none"])
+def test_null_is_an_error_for_an_option_that_always_has_a_value(word: str) -> None:
+    assert refusal(*ADDRESS, "--relaxed-topk", word) == f"relaxed_topk is '{word}'; it must be an integer"
+
+
 def test_show_prints_the_named_options() -> None:
     words = ("config", "show", "num-speculative-tokens", "relaxed_topk", "-o", "json", "--relaxed-topk", "3")
     printed = json.loads(COMMANDS.succeed(*words))

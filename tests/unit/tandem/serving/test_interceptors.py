@@ -88,8 +88,9 @@ async def test_what_an_error_quotes_of_a_request_stays_in_its_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async def quoting() -> AsyncIterator[generation_pb2.GenerateResponse]:
-        raise InvalidRequestError("a\n\x1b[31mb\ud800 is not an option")
-        yield
+        for quoted in ["a\n\x1b[31mb\ud800"]:
+            raise InvalidRequestError(f"{quoted} is not an option")
+        yield generation_pb2.GenerateResponse()
 
     async with connected(Scripted(quoting), capsys) as (_, channel):
         call = raw(channel, GENERATE)(b"")

@@ -86,6 +86,9 @@ class FilledSettings(Options, BaseSettings):
         for source in sources:
             for name in found[type(source).__name__]:
                 origins.setdefault(name, source.origin)
+        for name in found[Inferred.__name__]:
+            if values.get(name) is None:
+                origins[name] = Origin.INFERRED  # the command line has only taken back what another source says
         return values | found[Inferred.__name__], origins
 
 

@@ -106,7 +106,7 @@ def _suggested(
         names = {field.name for field in fields(ConnectionOptions)} & click.params.keys()
         # A shell that completes a word does not wait longer for a coordinator
         given = {name: click.params[name] for name in names} | {"timeout": 1.0}
-        options = ConnectionOptions(click, **given)
+        options = ConnectionOptions(**given)
         try:
             return [each for each in asyncio.run(suggestions(options)) if each[0].startswith(incomplete)]
         except errors.TandemError:
@@ -138,7 +138,7 @@ RequestId = Annotated[
 @command(admin, "-w", "--address 10.0.0.5:50051 -o json")
 async def status(query: WatchQuery) -> None:
     """Show replicas, load, acceptance and throughput."""
-    address = query.endpoint().address
+    address = query.read().endpoint.address
     await query.answer(AdminClient.status, lambda found: views.status_view(found, address))
 
 
@@ -308,7 +308,7 @@ async def health(
     Exits 0 when they can, 3 when they cannot, 4 when the coordinator cannot be reached. Where an admin token is needed
     but missing, the command uses the standard health protocol.
     """
-    deadline = time.monotonic() + (query.timeout or WAIT_SECONDS if wait else 0.0)
+    deadline = time.monotonic() + (query.read().timeout or WAIT_SECONDS if wait else 0.0)
 
     async def ask(client: AdminClient) -> tuple[dict[str, Any], str]:
         while True:

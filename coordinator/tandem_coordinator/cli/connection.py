@@ -10,14 +10,21 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 import yaml
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from tandem.clients.admin_client import DEFAULT_TIMEOUT_SECONDS, AdminClient
 from tandem.clients.client import DEFAULT_ADDRESS
+from tandem.config.options import Options, sentences
 from tandem.errors import ConfigurationError
 from tandem.rpc.addresses import parse_address
 from tandem.rpc.credentials import Credentials
 from tandem_coordinator.cli.command import OutputOptions, command, option, plain_table
 from tandem_coordinator.cli.main import CommandGroup, app
+
+_VARIABLES = "TANDEM_CLIENT_"
+"""Begins the variables of clients."""
 
 
 @dataclass(slots=True)
@@ -74,12 +81,68 @@ class Endpoint(NamedTuple):
     credentials: Credentials
 
 
+class _Context(PydanticBaseSettingsSource):
+    """The context that a stronger source names, or the current one."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return self().get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        contexts = read_contexts()
+        name = self.current_state.get("context") or contexts.current
+        return dict(contexts.get(name)) if name else {}
+
+
+class Connection(Options, BaseSettings):
+    """Where a coordinator is, and how to reach it.
+
+    The command line is strongest, then the environment, then a context; one that the command line names is stronger
+    than the environment.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=_VARIABLES, env_ignore_empty=True, extra="ignore", validate_default=False
+    )
+
+    address: str = DEFAULT_ADDRESS
+    tls: bool | None = None
+    tls_ca_file: Path | None = None
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
+    tls_server_name: str | None = None
+    token: str | None = None
+    token_file: Path | None = None
+    context: str | None = None
+    timeout: float | None = None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        *others: PydanticBaseSettingsSource,
+        **named: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The command line, the environment and the context."""
+        context = _Context(settings_cls)
+        is_by_hand = "context" in init_settings()
+        return (
+            (init_settings, context, env_settings) if is_by_hand else (init_settings, env_settings, context)
+        )
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Raises a ConfigurationError where it is none."""
+        if self.timeout is not None and not self.timeout > 0:
+            raise ConfigurationError(f"--timeout is {self.timeout:g}; it must be above 0")
+        return Endpoint(_address(self.address), Credentials.of(self.model_dump()))
+
+
 @dataclass(frozen=True)
 class ConnectionSettings:
-    """Fields of a context; None where unset."""
+    """Options of a connection that a context holds; None where the command line does not have them."""
 
-    click: typer.Context
-    """Knows which options the command line has, rather than the environment."""
     address: str | None = option("host:port of the coordinator.")
     tls: bool | None = option("Connect by TLS.", "--tls/--no-tls")
     tls_ca_file: Path | None = option("PEM file of the authorities to trust; implies --tls.")
@@ -89,43 +152,40 @@ class ConnectionSettings:
     token: str | None = option("Bearer token; better in the environment or in --token-file.")
     token_file: Path | None = option("File whose first line is the token.")
 
-    def is_by_hand(self, name: str) -> bool:
-        """True if the command line has the option."""
-        source = self.click.get_parameter_source(name)
-        return source is not None and source.name == "COMMANDLINE"
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that the command line has."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class ConnectionOptions(ConnectionSettings):
-    """Connection options, and the name of a context for those that are not set."""
+    """Options of a connection, and the name of a context for those that are not set."""
 
     context: str | None = option("Context to take these from; see tandem context --help.")
     timeout: float | None = option("Seconds to wait for an answer. [default: 10; generate: no limit]")
 
-    def endpoint(self) -> Endpoint:
-        """Merge the options, the environment and the contexts."""
-        values = {each.name: getattr(self, each.name) for each in fields(ConnectionOptions)}
-        given = {name: value for name, value in values.items() if value is not None}
-        by_hand = {name: value for name, value in given.items() if self.is_by_hand(name)}
-        contexts = read_contexts()
-        name = self.context or contexts.current
-        context = contexts.get(name) if name else {}
-        # A context that is named by hand is stronger than the environment.
-        values = {**given, **context, **by_hand} if "context" in by_hand else {**context, **given}
-        if "token" in by_hand and "token_file" not in by_hand:
-            values.pop("token_file", None)  # a file is stronger otherwise, and this one is from elsewhere
-        if self.timeout is not None and not self.timeout > 0:
-            raise ConfigurationError(f"--timeout is {self.timeout:g}; it must be above 0")
-        return Endpoint(_address(values.get("address", DEFAULT_ADDRESS)), Credentials.of(values))
+    def read(self) -> Connection:
+        """The connection, with what the environment and the contexts say."""
+        given = self.given
+        if "token" in given:
+            given.setdefault(
+                "token_file", None
+            )  # a file is stronger, and that of another source is not meant
+        try:
+            return Connection(**given)
+        except ValidationError as error:
+            raise ConfigurationError("; ".join(sentences(error))) from None
 
     def admin_client(self) -> AdminClient:
         """A client of that coordinator."""
-        return AdminClient(*self.endpoint(), self.timeout or DEFAULT_TIMEOUT_SECONDS)
+        connection = self.read()
+        return AdminClient(*connection.endpoint, connection.timeout or DEFAULT_TIMEOUT_SECONDS)
 
 
 for _each in fields(ConnectionOptions):
-    if "typer" in _each.metadata:
-        _each.metadata["typer"].envvar = f"TANDEM_CLIENT_{_each.name.upper()}"
+    _each.metadata["typer"].help += f" [env var: {_VARIABLES}{_each.name.upper()}]"
 
 
 def _address(value: str) -> str:
@@ -187,12 +247,9 @@ def use(name: Name) -> None:
 def set_context(name: Name, settings: ConnectionSettings) -> None:
     """Create a context, or change the given options of one. The first one becomes the current one."""
     contexts = read_contexts()
-    given = {
-        each.name: getattr(settings, each.name) for each in fields(settings) if settings.is_by_hand(each.name)
-    }
     changes = {
         key: str(value.expanduser().absolute()) if isinstance(value, Path) else value
-        for key, value in given.items()
+        for key, value in settings.given.items()
     }
     if not changes:
         raise ConfigurationError("nothing was given to set; give at least --address")

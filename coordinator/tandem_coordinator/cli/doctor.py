@@ -44,8 +44,9 @@ _MARKS = {
 
 async def examine(options: ConnectionOptions) -> tuple[list[Finding], int]:
     """Everything that can be found, and the exit code: 0 if requests can be completed."""
-    where = options.endpoint()
-    findings = [await _reached(where.address, options.timeout or DEFAULT_TIMEOUT_SECONDS)]
+    connection = options.read()
+    where = connection.endpoint
+    findings = [await _reached(where.address, connection.timeout or DEFAULT_TIMEOUT_SECONDS)]
     if findings[0].severity is Severity.PROBLEM:
         return findings, Exit.UNREACHABLE
     findings.append(transport(where))

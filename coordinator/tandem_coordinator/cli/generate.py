@@ -281,16 +281,17 @@ async def generate(
     messages = _messages(prompt, given)
     console = None if result.as_json else Console(highlight=False, soft_wrap=True)
     records: list[Record] = []
-    async with Client(*connection.endpoint()) as client:
+    reached = connection.read()
+    async with Client(*reached.endpoint) as client:
         if messages:
-            ids = await client.chat_prompt(messages, timeout_seconds=connection.timeout)
+            ids = await client.chat_prompt(messages, timeout_seconds=reached.timeout)
             request = replace(request, prompt=ids)
         for index in range(result.count):
             seed = None if request.seed is None else request.seed + index
             if console is not None and result.count > 1:
                 sys.stdout.write(f"--- {index + 1} of {result.count}\n")
             records.append(record := Record())
-            async for chunk in client.generate(request, timeout_seconds=connection.timeout, seed=seed):
+            async for chunk in client.generate(request, timeout_seconds=reached.timeout, seed=seed):
                 record.add(chunk, console)
             if console is None:
                 write_out(json.dumps(record.as_dict(), ensure_ascii=False) + "\n")
@@ -317,15 +318,16 @@ def chat(
     """
     console = Console(highlight=False, soft_wrap=True)
     messages = _system(system)
-    with SyncClient(*connection.endpoint()) as client:
+    reached = connection.read()
+    with SyncClient(*reached.endpoint) as client:
         for line in _lines():
             messages.append(ChatMessage("user", line))
             record = Record()
             request = options.request(())
             try:
-                prompt = client.chat_prompt(messages, timeout_seconds=connection.timeout)
+                prompt = client.chat_prompt(messages, timeout_seconds=reached.timeout)
                 request = replace(request, prompt=prompt)
-                for chunk in client.generate(request, timeout_seconds=connection.timeout):
+                for chunk in client.generate(request, timeout_seconds=reached.timeout):
                     record.add(chunk, console)
             except KeyboardInterrupt:
                 pass  # the conversation goes on from what there is

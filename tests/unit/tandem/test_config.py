@@ -341,6 +341,13 @@ def test_null_on_the_command_line_takes_a_value_back(word: str) -> None:
     assert origins[name] == Origin.COMMAND_LINE
 
 
+def test_what_is_inferred_where_a_value_was_taken_back_says_so() -> None:
+    variables = {"TANDEM_SPECULATIVE_METHOD": "eagle", "TANDEM_DRAFT_MODEL_PATH": "a-draft"}
+    values, origins = ConfigSettings.read(["--speculative-method", "null"], variables, "tandem")
+    assert values["speculative_method"] == "standalone"
+    assert origins["speculative_method"] == Origin.INFERRED
+
+
 @pytest.mark.parametrize("word", ["null", "none"])
 def test_null_is_an_error_for_an_option_that_always_has_a_value(word: str) -> None:
     assert refusal(*ADDRESS, "--relaxed-topk", word) == f"relaxed_topk is '{word}'; it must be an integer"

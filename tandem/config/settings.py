@@ -87,8 +87,9 @@ class FilledSettings(Options, BaseSettings):
             for name in found[type(source).__name__]:
                 origins.setdefault(name, source.origin)
         for name in found[Inferred.__name__]:
+            # A command line may have taken back what another source says
             if values.get(name) is None:
-                origins[name] = Origin.INFERRED  # the command line has only taken back what another source says
+                origins[name] = Origin.INFERRED
         return values | found[Inferred.__name__], origins
 
 

@@ -39,8 +39,8 @@ from benchmarks.peers import PHASES, Contender, Outcome, Workload
 from benchmarks.report import Machine, Report, Row, Table, cell_of, show, write
 from tandem.config.settings import load_settings
 from tandem.errors import TandemError
-from tandem.progress import Progress
 from tandem.telemetry.logs import configure
+from tandem.telemetry.progress import Progress
 from tandem_load.common import chosen, free_port, one_sentence, rotated
 
 REFERENCE = "target-alone"

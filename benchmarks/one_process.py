@@ -29,7 +29,7 @@ from tandem.model.types import (
     SpeculationStats,
     Verification,
 )
-from tandem.scopes import CallerScopes
+from tandem.serving.scopes import CallerScopes
 from tandem.serving.server import set_start_aside
 from tandem_coordinator.decoding.completion import Completion
 from tandem_coordinator.decoding.tokenization import PromptEncoder

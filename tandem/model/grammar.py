@@ -95,7 +95,7 @@ class Grammars:
         self._unreadable = ""
         """Reason why the tokenizer cannot be read, once this was tried."""
         self._compiled: OrderedDict[tuple[str, Grammar], LLMatcher] = OrderedDict()
-        """By scope as well (`tandem.scopes`): that one is known can be told by the time that it takes."""
+        """By scope as well (`tandem.serving.scopes`): that one is known can be told by the time that it takes."""
         self._thread = ThreadPoolExecutor(1, "grammar")
 
     @classmethod

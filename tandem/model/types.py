@@ -425,8 +425,8 @@ class SequenceOptions:
     client: str = ""
     """Whose sequence it is: clients share places fairly. Empty: not known."""
     scope: str = ""
-    """The sequences with which it shares what services keep of texts: those of the same scope (`tandem.scopes`). Empty:
-    none."""
+    """The sequences with which it shares what services keep of texts: those of the same scope
+    (`tandem.serving.scopes`). Empty: none."""
     prompt_length: int = 0
     """Length of the prompt, with which the sequence begins; a grammar is for the other tokens, and so are frequency and
     presence."""

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from tandem.config.settings import ModelServerSettings
 from tandem.model.types import ModelInfo
 from tandem.model_sources.bundled import require_engine
-from tandem.progress import Progress
 from tandem.serving.interceptors import RunningCalls
 from tandem.serving.server import Service, announce, in_daemon_thread
 from tandem.serving.streams import SequenceStreams
+from tandem.telemetry.progress import Progress
 from tandem.telemetry.settings import TelemetryOptions, is_observed
 from tandem.telemetry.streams import NO_SERVICE_OBSERVER, ServiceObserver
 

@@ -28,7 +28,7 @@ from tandem.model.types import (
     StepCost,
     StepProfile,
 )
-from tandem.scopes import MAX_SCOPE_LENGTH
+from tandem.serving.scopes import MAX_SCOPE_LENGTH
 from tandem.v1 import types_pb2
 from tandem.wire.bounds import check_message
 from tandem.wire.converter import Codec, Converter, enum_codec

@@ -34,8 +34,8 @@ from tandem.model.types import (
     common_length,
 )
 from tandem.rpc.credentials import Credentials
-from tandem.scopes import MAX_SCOPE_LENGTH
 from tandem.serving.interceptors import RunningCalls
+from tandem.serving.scopes import MAX_SCOPE_LENGTH
 from tandem.serving.server import new_server
 from tandem.v1 import draft_pb2, target_pb2
 from tandem.wire import draft as draft_wire

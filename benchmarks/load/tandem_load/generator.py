@@ -39,8 +39,8 @@ from tandem.config.rule import Rule, Rules
 from tandem.config.settings import FilledSettings, load_settings
 from tandem.errors import TandemError
 from tandem.model.types import GenerationRequest
-from tandem.progress import Progress
 from tandem.rpc.credentials import PLAIN, Credentials
+from tandem.telemetry.progress import Progress
 from tandem_coordinator.cli.serve import SERVICES
 from tandem_load.common import Listed, Positive, free_port, one_sentence, process
 from tandem_load.http_server import errors_of, event_of, first_model, raise_for, words_of

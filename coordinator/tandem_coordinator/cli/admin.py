@@ -22,8 +22,8 @@ from tandem.clients.admin_client import AdminClient
 from tandem.model.admin import ConfigOption, Stats
 from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role, is_last_target, replica_at
 from tandem.plural import plural
-from tandem.progress import Progress
 from tandem.serving.standard_streams import write_error
+from tandem.telemetry.progress import Progress
 from tandem_coordinator.cli import views
 from tandem_coordinator.cli.command import OutputOptions, command, option
 from tandem_coordinator.cli.connection import ConnectionOptions

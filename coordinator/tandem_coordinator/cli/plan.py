@@ -30,8 +30,8 @@ from tandem.model.speculation_state import SpeculationDecision
 from tandem.model.types import GenerationRequest, StepProfile
 from tandem.model_sources.bundled import DEMO
 from tandem.plural import plural
-from tandem.progress import Progress
 from tandem.serving.children import Child
+from tandem.telemetry.progress import Progress
 from tandem_coordinator.cli.command import OutputOptions, command, option, plain_table
 from tandem_coordinator.cli.connection import ConnectionOptions
 from tandem_coordinator.cli.doctor import round_trips

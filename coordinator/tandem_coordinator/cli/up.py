@@ -22,12 +22,12 @@ from tandem.config.speculative import checked_method
 from tandem.errors import ConfigurationError, ServiceUnavailableError, TandemError
 from tandem.model_sources import bundled
 from tandem.model_sources.hub import fetch_config, is_model_id
-from tandem.progress import Progress
 from tandem.rpc.addresses import UNIX
 from tandem.serving.children import Child
 from tandem.serving.protection import MIN_TOKEN_LENGTH
 from tandem.serving.server import MAX_SOCKET_PATH_BYTES, CancelledByEventError, announce, stop_signals, unless
 from tandem.serving.standard_streams import exit_with, write_error
+from tandem.telemetry.progress import Progress
 from tandem_coordinator.cli.command import command, option
 from tandem_coordinator.cli.main import app
 from tandem_coordinator.cli.serve import package_of

@@ -32,7 +32,7 @@ from tandem.model.types import (
     Verification,
     VocabularyMapping,
 )
-from tandem.scopes import RequestScopes
+from tandem.serving.scopes import RequestScopes
 from tandem_coordinator.controller import DraftAhead
 from tandem_coordinator.decoding.completion import (
     Completion,

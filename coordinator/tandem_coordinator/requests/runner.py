@@ -19,7 +19,7 @@ from tandem.model.speculation_state import SpeculationState
 from tandem.model.types import Chunk, GenerationRequest, SpeculationStats, TokenLogprobs
 from tandem.plural import plural
 from tandem.rpc.channels import Deadline
-from tandem.scopes import CallerScopes, kinds_of
+from tandem.serving.scopes import CallerScopes, kinds_of
 from tandem_coordinator import speculation_report
 from tandem_coordinator.controller import RequestController, SpeculationController, Terms, request_kind
 from tandem_coordinator.decoding.completion import Completion

@@ -14,7 +14,7 @@ from tandem.config.rule import Rule, broken, refuse, rule, spelled, within
 from tandem.model.sampling.ranges import request_sampling_rules
 from tandem.model.types import MAX_LOGIT_BIAS, GenerationRequest, ModelInfo, RowKind
 from tandem.plural import plural
-from tandem.scopes import MAX_SALT_LENGTH
+from tandem.serving.scopes import MAX_SALT_LENGTH
 from tandem_coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, CoordinatorSettings, RequestBounds
 
 

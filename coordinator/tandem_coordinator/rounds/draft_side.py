@@ -10,7 +10,7 @@ from tandem.errors import TandemError
 from tandem.model.replica import ReplicaState
 from tandem.model.speculation_state import SpeculationState
 from tandem.model.types import DraftOptions, Proposal
-from tandem.scopes import RequestScopes
+from tandem.serving.scopes import RequestScopes
 from tandem_coordinator import speculation_report
 from tandem_coordinator.decoding.completion import Completion
 from tandem_coordinator.outcomes import AWAY, Away, Coming, Hit, Outcome

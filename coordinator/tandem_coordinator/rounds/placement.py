@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from tandem.errors import CapacityError, ServiceUnavailableError, TandemError
 from tandem.model.types import AheadBudget, DraftOptions, Proposal
-from tandem.scopes import RequestScopes
+from tandem.serving.scopes import RequestScopes
 from tandem_coordinator.replicas.pool import ClientT, Member, Pool
 from tandem_coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
 from tandem_coordinator.transport.draft_client import (

@@ -18,8 +18,8 @@ from tandem.config.speculative import check_rule, split_list
 from tandem.model.types import MAX_LEAD
 from tandem.rpc.addresses import is_loopback, split_addresses
 from tandem.rpc.credentials import Credentials
-from tandem.scopes import SharedKinds
 from tandem.serving.protection import AdminOptions, exposure_rule
+from tandem.serving.scopes import SharedKinds
 from tandem_coordinator.settings.sampling import SamplingOptions
 
 MAX_SPECULATIVE_TOKENS = 32

@@ -1,10 +1,10 @@
 """Suffix decoding: the most frequent continuation in this sequence or in its caller's earlier responses (no model).
 
 Oliaro et al. 2024, "SuffixDecoding" (arXiv 2411.04975), as vLLM's method `suffix` uses it. One suffix tree holds the
-sequence itself, a second one the last finished responses of its scope (`tandem.scopes`). For every length at which a
-tree holds the sequence's end, the method reads off the most probable continuation, no longer than `max_spec_factor`
-times that length. It proposes the one with the highest score: the expected number of right tokens. So it proposes more
-where the past predicts well, and nothing where the past says nothing.
+sequence itself, a second one the last finished responses of its scope (`tandem.serving.scopes`). For every length at
+which a tree holds the sequence's end, the method reads off the most probable continuation, no longer than
+`max_spec_factor` times that length. It proposes the one with the highest score: the expected number of right tokens.
+So it proposes more where the past predicts well, and nothing where the past says nothing.
 
 This is not the package that vLLM uses. arctic-inference 0.3.0 comes as source only and needs torch, cmake and a C++20
 compiler to build, while a draft service without a model should need none of them (once built by hand it runs without

@@ -22,7 +22,7 @@ from tandem.errors import CapacityError, ModelFolderError, ServiceUnavailableErr
 from tandem.model.replica import ReplicaState, Role
 from tandem.model.types import AheadBudget, Coverage, DraftOptions, ModelInfo, Proposal
 from tandem.rpc.addresses import split_addresses
-from tandem.scopes import RequestScopes
+from tandem.serving.scopes import RequestScopes
 from tandem_coordinator.drafting import (
     MODEL_RULES,
     Coming,

@@ -31,7 +31,7 @@ from tandem.model.types import (
     RowKind,
     SamplingParams,
 )
-from tandem.scopes import CallerScopes, kinds_of
+from tandem.serving.scopes import CallerScopes, kinds_of
 from tandem_coordinator.drafting import DraftAhead, DraftLimits, MovingAverage
 from tandem_vllm.link import (
     NOTHING,

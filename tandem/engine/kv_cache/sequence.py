@@ -29,7 +29,7 @@ class Sequence:
     """Room that is wanted behind its end, if there is any: for branches."""
     client: str = ""
     scope: str = ""
-    """Sequences of a scope reuse what each other computed (`tandem.scopes`); without one it shares nothing."""
+    """Sequences of a scope reuse what each other computed (`tandem.serving.scopes`); without one it shares nothing."""
     serial: int = field(default_factory=count(1).__next__, init=False)
     """Rises with each sequence: the younger one has the higher number."""
     table: PageTable = field(init=False)

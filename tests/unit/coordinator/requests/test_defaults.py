@@ -13,7 +13,7 @@ from tandem.config import SpeculativeConfig
 from tandem.errors import ConfigurationError, InvalidRequestError, ModelFolderError
 from tandem.model.sampling.defaults import sampling_defaults
 from tandem.model.types import GenerationRequest, SamplingDefaults
-from tandem.scopes import RequestScopes
+from tandem.serving.scopes import RequestScopes
 from tandem_coordinator.decoding.tokenization import PromptEncoder
 from tandem_coordinator.replicas.compatibility import Fleet
 from tandem_coordinator.requests.plan import Models, Plan, keep_out, make_plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.rpc.credentials import Credentials
-from tandem.scopes import MAX_SCOPE_LENGTH, PREFIX, SUFFIX, CallerScopes
+from tandem.serving.scopes import MAX_SCOPE_LENGTH, PREFIX, SUFFIX, CallerScopes
 
 SERVICES = Credentials(token="the-token-of-the-services")
 CALLER = "the-token-of-a-caller"

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from tandem import progress
-from tandem.progress import Progress
+from tandem.telemetry.progress import Progress
 
 WAIT_SECONDS = 30.0
 

@@ -38,7 +38,7 @@ from tandem_coordinator.cli.doctor import round_trips
 from tandem_coordinator.cli.main import app
 from tandem_coordinator.cli.up import NO_DRAFT, STOP_SECONDS, UpOptions, as_words, service_arguments
 from tandem_coordinator.cli.views import percent
-from tandem_coordinator.controller import (
+from tandem_coordinator.prediction import (
     OUTCOMES,
     CostModel,
     GainModel,

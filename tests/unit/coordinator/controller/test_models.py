@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.model.types import MAX_AHEAD_TOKENS, AheadBudget, Proposal, StepProfile
-from tandem_coordinator.controller import (
+from tandem_coordinator.controller import Terms, request_kind, tokens_after_hit
+from tandem_coordinator.outcomes import Coming
+from tandem_coordinator.prediction import (
     OUTCOMES,
     PRIOR_RATE,
     ConditionalRates,
@@ -19,12 +21,8 @@ from tandem_coordinator.controller import (
     ServiceSpeed,
     StepModel,
     StepSeconds,
-    Terms,
     expected_tokens,
-    request_kind,
-    tokens_after_hit,
 )
-from tandem_coordinator.outcomes import Coming
 from tandem_coordinator.stats.rounds import Mode, RoundCost
 
 PROFILE = StepProfile({(1, 1): 0.01, (1, 5): 0.014, (8, 1): 0.02, (8, 5): 0.06})

@@ -17,9 +17,9 @@ from tandem_coordinator.controller import (
     RequestController,
     SpeculationController,
     Terms,
-    expected_tokens,
     request_kind,
 )
+from tandem_coordinator.prediction import expected_tokens
 from tandem_coordinator.stats.rounds import RoundCost, RoundEnded, RoundPlan
 from tests.unit.coordinator.ended_rounds import round_ended
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from tandem import progress
+from tandem.telemetry import progress
 from tandem.telemetry.progress import Progress
 
 WAIT_SECONDS = 30.0

@@ -362,8 +362,7 @@ def guarding(calls: RunningCalls, stalled_reader_timeout_seconds: float | None =
         inner, read = behaviour_of(handler), handler.request_deserializer or bytes
         # Messages are read within the boundary: of bytes that are none, gRPC would make a Python error, or UNKNOWN.
         if handler.request_streaming:
-            described = descriptor_pool.Default().FindMethodByName(details.method[1:].replace("/", "."))
-            requests_of = partial(_messages, read, described.input_type)
+            requests_of = partial(_messages, read, _described(details.method))
         else:
             requests_of = partial(_message, read)
         counted = nullcontext if details.method.startswith(_NOT_COUNTED) else calls.running
@@ -395,12 +394,24 @@ def _message(read: Callable[[bytes], Any], content: bytes) -> Any:
         raise unreadable() from None
 
 
+def _described(method: str) -> Descriptor | None:
+    """The requests of a method; None for one without a protocol, whose messages are bytes."""
+    try:
+        found: Descriptor = (
+            descriptor_pool.Default().FindMethodByName(method[1:].replace("/", ".")).input_type
+        )
+    except KeyError:
+        return None
+    return found
+
+
 async def _messages(
-    read: Callable[[bytes], Any], described: Descriptor, contents: AsyncIterator[bytes]
+    read: Callable[[bytes], Any], described: Descriptor | None, contents: AsyncIterator[bytes]
 ) -> AsyncIterator[Any]:
     async for content in contents:
         try:
-            check_bytes(content, described)
+            if described is not None:
+                check_bytes(content, described)
         except ProtocolError as error:
             raise InvalidRequestError(str(error)) from None
         yield _message(read, content)

@@ -130,5 +130,5 @@ def test_wrong_answers_raise_one_kind_of_error(examples: int) -> None:
                 list(draft_wire.answers_from_proto(wrong))
             except ProtocolError:
                 refused += 1
-    assert refused > examples / 50
-    assert read > examples / 50
+    assert refused >= examples / 100
+    assert read >= examples / 100

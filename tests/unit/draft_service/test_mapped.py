@@ -140,7 +140,7 @@ class Scripted(StandaloneSequence):
     def room(self, length: int) -> int:
         return self._room - length + 1
 
-    async def proposed(
+    async def draw(
         self,
         delta: Delta,
         count: int,

@@ -1,4 +1,4 @@
-"""What a draft that works ahead has ready when a round has ended."""
+"""The outcome of a round, as a draft that works ahead was prepared for it."""
 
 from __future__ import annotations
 

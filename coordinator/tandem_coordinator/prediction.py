@@ -1,4 +1,4 @@
-"""What a round makes and what it takes: expected tokens, and predicted seconds times one measured ratio. Pure.
+"""Predicts what a round makes and takes: expected tokens, and seconds times one measured ratio. Pure.
 
 Tokens come from the acceptance by position (`GainModel`), seconds from the step profiles that services measure when
 they have warmed up (`StepModel`), and the ratio is that of measured to predicted seconds (`CostModel`). The controller

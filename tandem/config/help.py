@@ -151,7 +151,8 @@ class _Help(HelpFormatter):
 
 def kind(annotation: Any) -> str:
     """The form of an option's value in one word."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
     if origin is Literal:
         return "|".join(map(str, arguments))
     if origin in (Annotated, Union, UnionType):

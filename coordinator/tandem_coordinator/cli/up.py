@@ -537,7 +537,9 @@ def _phase_number(phase: str) -> int:
     return next((index for index, words in enumerate(_PHASES, 1) if phase.startswith(words)), 0)
 
 
-_HTTP, _DRAFTING, _READY = "http on ", "drafting ", "ready on "
+_HTTP = "http on "
+_DRAFTING = "drafting "
+_READY = "ready on "
 """How the coordinator's news begin that are passed on. The last one ends its start."""
 
 

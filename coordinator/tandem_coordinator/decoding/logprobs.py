@@ -53,7 +53,7 @@ class TokenDetails:
 
 
 def details_of(request: GenerationRequest, sampling: SamplingParams) -> TokenDetails | None:
-    """What a request wants to know of its tokens; None for nothing."""
+    """The details that a request asks for of its tokens; None for none."""
     if request.logprobs is None and not request.probabilities:
         return None
     return TokenDetails(request.logprobs, request.probabilities, sampling)

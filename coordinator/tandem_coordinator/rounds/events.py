@@ -1,4 +1,4 @@
-"""What happens in a request, and who is told."""
+"""The events of a request, and the listeners that are told of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a round asks its target, and how the question came about."""
+"""The question of a round to its target, and how it came about."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class TargetAlone:
 
 @dataclass(frozen=True, slots=True)
 class SessionPolicy:
-    """What holds for all rounds of a request."""
+    """Terms that hold for all rounds of a request."""
 
     credits: int = 0
     """How many rounds the target may begin by itself behind one that it was asked for."""
@@ -173,7 +173,7 @@ class RoundSession:
             yield chunk
 
     async def question(self, plan: RoundPlan) -> Question:
-        """What to ask the target in the round that begins."""
+        """Decide what to ask the target in the round that begins."""
         completion = self.completion
         tokens = self.draft.limit(completion, min(plan.tokens, completion.room - 1))
         begun = self.target.begun(completion)

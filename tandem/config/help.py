@@ -9,6 +9,7 @@ import sys
 import textwrap
 from argparse import SUPPRESS, Action, ArgumentParser, BooleanOptionalAction, HelpFormatter
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -157,6 +158,8 @@ def kind(annotation: Any) -> str:
         return "|".join(map(str, arguments))
     if origin in (Annotated, Union, UnionType):
         return kind(arguments[0])
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return "|".join(str(each.value) for each in annotation)
     if origin is tuple:
         return f"list of {kind(arguments[0])}"
     return {Path: "path", int: "int", float: "float", bool: "bool"}.get(annotation, "str")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -78,6 +78,11 @@ class Options(BaseModel):
         )
         return (ENVIRONMENT_PREFIX if is_shared else cls.env_prefix or ENVIRONMENT_PREFIX) + name.upper()
 
+    @classmethod
+    def label(cls, place: Sequence[int | str], value: object) -> str:
+        """What sentences call an option, or a part of it, that has a wrong value."""
+        return ".".join(map(str, place))
+
     @model_validator(mode="wrap")
     @classmethod
     def _tell_all_at_once(
@@ -150,7 +155,9 @@ _WORDS = {
 
 
 def _describe(cls: type[Options], detail: ErrorDetails) -> str:
-    name, kind, value = ".".join(map(str, detail["loc"])), detail["type"], detail["input"]
+    kind = detail["type"]
+    value = detail["input"]
+    name = cls.label(detail["loc"], value)
     if kind == "extra_forbidden":
         return unknown_option(name, _names_like(cls, name), value, cls.env_prefix)
     if kind == "missing":
@@ -163,7 +170,7 @@ def _describe(cls: type[Options], detail: ErrorDetails) -> str:
         return f"{name} is {value!r}; it must be {word}"
     if kind == "value_error":
         return f"{name} is {value!r}; {detail['ctx']['error']}"
-    must = detail["ctx"]["expected"] if kind == "literal_error" else allowed_range(field)
+    must = detail["ctx"]["expected"] if kind in ("literal_error", "enum") else allowed_range(field)
     reason = f"; it must be {must}" if must else f": {detail['msg'][0].lower()}{detail['msg'][1:]}"
     return f"{name} is {spelled(value)}{reason}"
 
@@ -203,6 +210,10 @@ def allowed_range(field: FieldInfo) -> str:
     return " and ".join(f"{words[kind]} {bound:g}" for kind, bound in bounds.items())
 
 
+_LIKENESS = 0.65
+"""An unknown option that is this like a known one may mean it. Of three letters with two swapped it is 0.67."""
+
+
 def unknown_option(
     given: str, known: Mapping[str, str], value: object = None, own_prefix: str = ENVIRONMENT_PREFIX
 ) -> str:
@@ -213,7 +224,7 @@ def unknown_option(
         return f"{given} is not available in this version: {reason}"
     if isinstance(value, dict):
         return f"{given} is not an option; if it is a section of the file, name it with section_name"
-    similar = get_close_matches(name, known, n=1, cutoff=0.8)
+    similar = get_close_matches(name, known, n=1, cutoff=_LIKENESS)
     return f"{given} is not an option" + (f"; did you mean {known[similar[0]]}?" if similar else "")
 
 

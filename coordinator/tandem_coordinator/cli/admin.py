@@ -7,13 +7,13 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, fields
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import typer
+from pydantic import Field, ValidationError
 from rich.console import Console, RenderableType
 from rich.live import Live
 
@@ -25,8 +25,8 @@ from tandem.plural import plural
 from tandem.serving.standard_streams import write_error
 from tandem.telemetry.progress import Progress
 from tandem_coordinator.cli import views
-from tandem_coordinator.cli.command import OutputOptions, command, option
-from tandem_coordinator.cli.connection import ConnectionOptions
+from tandem_coordinator.cli.command import OutputOptions, command
+from tandem_coordinator.cli.connection import Connection
 from tandem_coordinator.cli.doctor import doctor_view, examine
 from tandem_coordinator.cli.main import CommandGroup, Exit, app
 
@@ -48,8 +48,7 @@ WAIT_SECONDS = 60.0
 ResultT = TypeVar("ResultT")
 
 
-@dataclass(frozen=True)
-class Query(OutputOptions, ConnectionOptions):
+class Query(OutputOptions, Connection):
     """The coordinator that is asked, and the form of its answer."""
 
     async def answer(
@@ -61,13 +60,15 @@ class Query(OutputOptions, ConnectionOptions):
         self.show(result, partial(view, result))
 
 
-@dataclass(frozen=True)
 class WatchQuery(Query):
     """A query that may go on."""
 
-    watch: bool = option("Go on until Ctrl-C.", "--watch", "-w", default=False)
-    interval: float = option("With --watch: seconds between two looks.", default=1.0)
-    count: int | None = option("With --watch: end after so many looks.", min=1)
+    watch: Annotated[bool, typer.Option("--watch", "-w")] = False
+    """Go on until Ctrl-C."""
+    interval: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """With --watch: seconds between two looks."""
+    count: int | None = Field(default=None, ge=1)
+    """With --watch: end after so many looks."""
 
     async def answer(
         self, ask: Callable[[AdminClient], Awaitable[ResultT]], view: Callable[[ResultT], RenderableType]
@@ -98,18 +99,18 @@ def _suggested(
 ) -> Any:
     """An argument that the shell completes to one of the entries, each a word and its help."""
 
-    async def suggestions(options: ConnectionOptions) -> list[tuple[str, str]]:
-        async with options.admin_client() as client:
+    async def suggestions(given: Mapping[str, Any]) -> list[tuple[str, str]]:
+        async with Connection(**given).admin_client() as client:
             return [entry(each) for each in await ask(client)]
 
     def suggest(click: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-        names = {field.name for field in fields(ConnectionOptions)} & click.params.keys()
+        words = {name: click.params.get(name) for name in Connection.model_fields}
+        given: dict[str, Any] = {name: word for name, word in words.items() if word is not None}
         # A shell that completes a word does not wait longer for a coordinator
-        given = {name: click.params[name] for name in names} | {"timeout": 1.0}
-        options = ConnectionOptions(**given)
+        given["timeout"] = 1.0
         try:
-            return [each for each in asyncio.run(suggestions(options)) if each[0].startswith(incomplete)]
-        except errors.TandemError:
+            return [each for each in asyncio.run(suggestions(given)) if each[0].startswith(incomplete)]
+        except (errors.TandemError, ValidationError):
             return []  # a suggestion that fails must never disturb the shell
 
     return typer.Argument(metavar=metavar, help=text, autocompletion=suggest)
@@ -138,7 +139,7 @@ RequestId = Annotated[
 @command(admin, "-w", "--address 10.0.0.5:50051 -o json")
 async def status(query: WatchQuery) -> None:
     """Show replicas, load, acceptance and throughput."""
-    address = query.read().endpoint.address
+    address = query.address
     await query.answer(AdminClient.status, lambda found: views.status_view(found, address))
 
 
@@ -308,7 +309,7 @@ async def health(
     Exits 0 when they can, 3 when they cannot, 4 when the coordinator cannot be reached. Where an admin token is needed
     but missing, the command uses the standard health protocol.
     """
-    deadline = time.monotonic() + (query.read().timeout or WAIT_SECONDS if wait else 0.0)
+    deadline = time.monotonic() + (query.timeout or WAIT_SECONDS if wait else 0.0)
 
     async def ask(client: AdminClient) -> tuple[dict[str, Any], str]:
         while True:

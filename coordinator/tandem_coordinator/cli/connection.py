@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import typer
 import yaml
-from pydantic import ValidationError
+from pydantic import AfterValidator, Field
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from tandem.clients.admin_client import DEFAULT_TIMEOUT_SECONDS, AdminClient
 from tandem.clients.client import DEFAULT_ADDRESS
-from tandem.config.options import Options, sentences
 from tandem.errors import ConfigurationError
 from tandem.rpc.addresses import parse_address
 from tandem.rpc.credentials import Credentials
-from tandem_coordinator.cli.command import OutputOptions, command, option, plain_table
+from tandem_coordinator.cli.command import OutputOptions, Variables, VerbOptions, command, plain_table
 from tandem_coordinator.cli.main import CommandGroup, app
-
-_VARIABLES = "TANDEM_CLIENT_"
-"""Begins the variables of clients."""
 
 
 @dataclass(slots=True)
@@ -93,115 +89,84 @@ class _Context(PydanticBaseSettingsSource):
         return dict(contexts.get(name)) if name else {}
 
 
-class Connection(Options, BaseSettings):
+def _check_address(value: str) -> str:
+    scheme, is_url, rest = value.partition("://")
+    if is_url:
+        raise ValueError(
+            f"it must be host:port without {scheme}://, for instance {rest.rstrip('/')!r}"
+            + (", and --tls where the coordinator has a certificate" if scheme == "https" else "")
+        )
+    try:
+        parse_address(value)
+    except ValueError:
+        raise ValueError(f"it must be host:port, for instance {DEFAULT_ADDRESS}") from None
+    return value
+
+
+class SavedConnection(VerbOptions):
+    """A connection as a context holds it."""
+
+    address: Annotated[str, AfterValidator(_check_address)] = DEFAULT_ADDRESS
+    """host:port of the coordinator."""
+    tls: Annotated[bool | None, typer.Option("--tls/--no-tls")] = None
+    """Connect by TLS."""
+    tls_ca_file: Path | None = None
+    """PEM file of the authorities to trust; implies --tls."""
+    tls_cert_file: Path | None = None
+    """PEM file of your own certificate, for mutual TLS."""
+    tls_key_file: Path | None = None
+    """PEM file of its key."""
+    tls_server_name: str | None = None
+    """Name in the server's certificate, where not the address's."""
+    token: str | None = None
+    """Bearer token; better in the environment or in --token-file."""
+    token_file: Path | None = None
+    """File whose first line is the token."""
+
+
+class Connection(SavedConnection):
     """Where a coordinator is, and how to reach it.
 
     The command line is strongest, then the environment, then a context; one that the command line names is stronger
     than the environment.
     """
 
-    model_config = SettingsConfigDict(
-        env_prefix=_VARIABLES, env_ignore_empty=True, extra="ignore", validate_default=False
-    )
+    model_config = SettingsConfigDict(extra="ignore")
 
-    address: str = DEFAULT_ADDRESS
-    tls: bool | None = None
-    tls_ca_file: Path | None = None
-    tls_cert_file: Path | None = None
-    tls_key_file: Path | None = None
-    tls_server_name: str | None = None
-    token: str | None = None
-    token_file: Path | None = None
+    with_variables: ClassVar[tuple[str, ...]] = (*SavedConnection.model_fields, "context", "timeout")
+
     context: str | None = None
-    timeout: float | None = None
+    """Context to take these from; see tandem context --help."""
+    timeout: float | None = Field(default=None, gt=0)
+    """Seconds to wait for an answer. [default: 10; generate: no limit]"""
 
     @classmethod
     def settings_customise_sources(
         cls,
         settings_cls: type[BaseSettings],
         init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
         *others: PydanticBaseSettingsSource,
         **named: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """The command line, the environment and the context."""
+        given = init_settings()
+        if "token" in given:
+            # A file is stronger, and that of another source is not meant.
+            init_settings = InitSettingsSource(settings_cls, {"token_file": None} | given)
+        variables = Variables(settings_cls)
         context = _Context(settings_cls)
-        is_by_hand = "context" in init_settings()
-        return (
-            (init_settings, context, env_settings) if is_by_hand else (init_settings, env_settings, context)
-        )
+        if "context" in given:
+            return (init_settings, context, variables)
+        return (init_settings, variables, context)
 
     @property
     def endpoint(self) -> Endpoint:
-        """Raises a ConfigurationError where it is none."""
-        if self.timeout is not None and not self.timeout > 0:
-            raise ConfigurationError(f"--timeout is {self.timeout:g}; it must be above 0")
-        return Endpoint(_address(self.address), Credentials.of(self.model_dump()))
-
-
-@dataclass(frozen=True)
-class ConnectionSettings:
-    """Options of a connection that a context holds; None where the command line does not have them."""
-
-    address: str | None = option("host:port of the coordinator.")
-    tls: bool | None = option("Connect by TLS.", "--tls/--no-tls")
-    tls_ca_file: Path | None = option("PEM file of the authorities to trust; implies --tls.")
-    tls_cert_file: Path | None = option("PEM file of your own certificate, for mutual TLS.")
-    tls_key_file: Path | None = option("PEM file of its key.")
-    tls_server_name: str | None = option("Name in the server's certificate, where not the address's.")
-    token: str | None = option("Bearer token; better in the environment or in --token-file.")
-    token_file: Path | None = option("File whose first line is the token.")
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """Those that the command line has."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
-
-
-@dataclass(frozen=True)
-class ConnectionOptions(ConnectionSettings):
-    """Options of a connection, and the name of a context for those that are not set."""
-
-    context: str | None = option("Context to take these from; see tandem context --help.")
-    timeout: float | None = option("Seconds to wait for an answer. [default: 10; generate: no limit]")
-
-    def read(self) -> Connection:
-        """The connection, with what the environment and the contexts say."""
-        given = self.given
-        if "token" in given:
-            given.setdefault(
-                "token_file", None
-            )  # a file is stronger, and that of another source is not meant
-        try:
-            return Connection(**given)
-        except ValidationError as error:
-            raise ConfigurationError("; ".join(sentences(error))) from None
+        """Raises a ConfigurationError for files that cannot be read."""
+        return Endpoint(self.address, Credentials.of(self.model_dump()))
 
     def admin_client(self) -> AdminClient:
         """A client of that coordinator."""
-        connection = self.read()
-        return AdminClient(*connection.endpoint, connection.timeout or DEFAULT_TIMEOUT_SECONDS)
-
-
-for _each in fields(ConnectionOptions):
-    _each.metadata["typer"].help += f" [env var: {_VARIABLES}{_each.name.upper()}]"
-
-
-def _address(value: str) -> str:
-    scheme, is_url, rest = value.partition("://")
-    if is_url:
-        raise ConfigurationError(
-            f"address is {value!r}; it must be host:port without {scheme}://, for instance {rest.rstrip('/')!r}"
-            + (", and --tls where the coordinator has a certificate" if scheme == "https" else "")
-        )
-    try:
-        parse_address(value)
-    except ValueError:
-        raise ConfigurationError(
-            f"address is {value!r}; it must be host:port, for instance {DEFAULT_ADDRESS}"
-        ) from None
-    return value
+        return AdminClient(*self.endpoint, self.timeout or DEFAULT_TIMEOUT_SECONDS)
 
 
 context = CommandGroup(
@@ -244,12 +209,12 @@ def use(name: Name) -> None:
     "local --address 127.0.0.1:50051",
     "staging --address staging.example.org:50051 --tls-ca-file ca.pem --token-file token",
 )
-def set_context(name: Name, settings: ConnectionSettings) -> None:
+def set_context(name: Name, settings: SavedConnection) -> None:
     """Create a context, or change the given options of one. The first one becomes the current one."""
     contexts = read_contexts()
     changes = {
         key: str(value.expanduser().absolute()) if isinstance(value, Path) else value
-        for key, value in settings.given.items()
+        for key, value in settings.model_dump(exclude_unset=True).items()
     }
     if not changes:
         raise ConfigurationError("nothing was given to set; give at least --address")

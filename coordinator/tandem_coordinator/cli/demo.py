@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import typer
+from pydantic import Field
 from rich.console import Console, RenderableType
 from rich.text import Text
 
@@ -26,7 +27,7 @@ from tandem.model.types import ChatMessage, GenerationRequest
 from tandem.model_sources import bundled
 from tandem.serving.children import Child
 from tandem.serving.standard_streams import write_error
-from tandem_coordinator.cli.command import command, option, plain_table, print_parts
+from tandem_coordinator.cli.command import VerbOptions, command, plain_table, print_parts
 from tandem_coordinator.cli.generate import Record
 from tandem_coordinator.cli.main import app
 from tandem_coordinator.cli.serve import package_of
@@ -115,17 +116,20 @@ def bundled_pair() -> Subject:
     return Subject("the bundled target", str(pair.target), pair.head(SMOLLM2_METHOD), False, tasks)
 
 
-@dataclass(frozen=True)
-class DemoOptions:
+class DemoOptions(VerbOptions):
     """Options of the demo."""
 
-    model: Literal["smollm2", "demo"] | None = option(
-        f"{bundled.SMOLLM2_NAME}, or the target of the bundled pair, which continues Python code. [default: smollm2, "
-        "or demo where its packages are missing]"
+    model: Literal["smollm2", "demo"] | None = Field(
+        default=None,
+        description=f"{bundled.SMOLLM2_NAME}, or the target of the bundled pair, which continues Python code. "
+        "[default: smollm2, or demo where its packages are missing]",
     )
-    max_tokens: int = option("Tokens of the answer that survives.", default=96, min=8)
-    prompts: int = option("Prompts of each kind for the table, 0 to leave it out.", default=2, min=0, max=3)
-    table_tokens: int = option("Tokens of each answer of the table.", default=48, min=8)
+    max_tokens: int = Field(default=96, ge=8)
+    """Tokens of the answer that survives."""
+    prompts: int = Field(default=2, ge=0, le=3)
+    """Prompts of each kind for the table, 0 to leave it out."""
+    table_tokens: int = Field(default=48, ge=8)
+    """Tokens of each answer of the table."""
 
 
 @command(app, "", "--model demo", "--prompts 0")

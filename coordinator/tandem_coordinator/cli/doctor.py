@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import Field
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -25,8 +25,8 @@ from tandem.plural import plural
 from tandem.rpc.addresses import is_local
 from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, open_channel
 from tandem.rpc.credentials import Credentials
-from tandem_coordinator.cli.command import OutputOptions, command, option
-from tandem_coordinator.cli.connection import ConnectionOptions, Endpoint
+from tandem_coordinator.cli.command import OutputOptions, VerbOptions, command
+from tandem_coordinator.cli.connection import Connection, Endpoint
 from tandem_coordinator.cli.main import Exit, app, exit_code
 from tandem_coordinator.cli.views import milliseconds
 
@@ -42,16 +42,15 @@ _MARKS = {
 }
 
 
-async def examine(options: ConnectionOptions) -> tuple[list[Finding], int]:
+async def examine(connection: Connection) -> tuple[list[Finding], int]:
     """Everything that can be found, and the exit code: 0 if requests can be completed."""
-    connection = options.read()
     where = connection.endpoint
     findings = [await _reached(where.address, connection.timeout or DEFAULT_TIMEOUT_SECONDS)]
     if findings[0].severity is Severity.PROBLEM:
         return findings, Exit.UNREACHABLE
     findings.append(transport(where))
     try:
-        async with options.admin_client() as client:
+        async with connection.admin_client() as client:
             round_trip = min(await round_trips(client, 5))  # the first one opens the connection
             before = datetime.now().astimezone()
             began = time.perf_counter()
@@ -162,21 +161,25 @@ def doctor_view(findings: Sequence[Finding]) -> RenderableType:
 # ---- tandem doctor draft
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceOptions:
+class ServiceOptions(VerbOptions):
     """How to reach a service. No context is asked: these belong to coordinators, and so do their tokens."""
 
-    tls: bool = option("Connect by TLS.", "--tls", default=False)
-    tls_ca_file: Path | None = option("PEM file of the authorities to trust; implies --tls.")
-    tls_cert_file: Path | None = option("PEM file of your own certificate, for mutual TLS.")
-    tls_key_file: Path | None = option("PEM file of its key.")
-    tls_server_name: str = option("Name in the service's certificate, where not the address's.", default="")
-    token_file: Path | None = option("File whose first line is the service's token.")
-    timeout: float = option("Seconds that an answer may take.", default=10.0, min=0.1)
-    target: str | None = option(
-        "Target that it shall draft for, reached in the same way: checks the coordinator's rules for both.",
-        metavar="ADDRESS",
-    )
+    tls: Annotated[bool, typer.Option("--tls")] = False
+    """Connect by TLS."""
+    tls_ca_file: Path | None = None
+    """PEM file of the authorities to trust; implies --tls."""
+    tls_cert_file: Path | None = None
+    """PEM file of your own certificate, for mutual TLS."""
+    tls_key_file: Path | None = None
+    """PEM file of its key."""
+    tls_server_name: str = ""
+    """Name in the service's certificate, where not the address's."""
+    token_file: Path | None = None
+    """File whose first line is the service's token."""
+    timeout: float = Field(default=10.0, ge=0.1)
+    """Seconds that an answer may take."""
+    target: Annotated[str | None, typer.Option(metavar="ADDRESS")] = None
+    """Target that it shall draft for, reached in the same way: checks the coordinator's rules for both."""
 
 
 @command(app, "10.0.0.7:50052", "127.0.0.1:50052 --json", name="doctor draft")
@@ -196,7 +199,7 @@ async def doctor_draft(
     from tandem_coordinator.transport.conformance import conformance
     from tandem_coordinator.transport.draft_client import DraftClient
 
-    credentials = Credentials.of(asdict(service))
+    credentials = Credentials.of(service.model_dump())
     async with open_channel(address, DEFAULT_MESSAGE_LIMIT_BYTES, credentials) as channel:
         findings = await conformance(channel, service.timeout)
         target = (

@@ -9,25 +9,27 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
+from pydantic import BeforeValidator, Field
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from tandem.clients.client import Client, as_message
 from tandem.clients.sync_client import SyncClient
+from tandem.config.rule import Rules, rule
 from tandem.errors import ConfigurationError, InvalidRequestError
 from tandem.model.sampling.defaults import DEFAULT_NAMES
 from tandem.model.types import ChatMessage, Chunk, GenerationRequest, RowKind, SamplingParams, Summary
 from tandem.plural import plural
 from tandem.serving.standard_streams import write_out
-from tandem_coordinator.cli.command import command, option, plain_table, print_parts
-from tandem_coordinator.cli.connection import ConnectionOptions
+from tandem_coordinator.cli.command import VerbOptions, command, plain_table, print_parts
+from tandem_coordinator.cli.connection import Connection
 from tandem_coordinator.cli.main import app
 from tandem_coordinator.cli.views import percent
 from tandem_coordinator.stats.rounds import hit_rate
@@ -179,65 +181,121 @@ def _sampling_words(request: GenerationRequest, sampling: SamplingParams) -> Ite
         yield f"{', '.join(chosen)} by the server's defaults"
 
 
-@dataclass(frozen=True)
-class PromptOptions:
+def _read_ids(words: Any) -> Any:
+    try:
+        return tuple(int(word) for word in words.split(",") if word.strip())
+    except ValueError:
+        raise ValueError("it must be integers: 1,2,3") from None
+
+
+@rule("There is one prompt.")
+def _one_prompt(options: PromptOptions) -> Iterator[str]:
+    prompts = (options.prompt, options.prompt_file, options.prompt_token_ids)
+    if (count := sum(each is not None for each in prompts)) != 1:
+        yield f"{count} prompts were given; give exactly one of PROMPT, --prompt-file and --prompt-token-ids"
+
+
+@rule("A chat has messages of text.")
+def _chat(options: PromptOptions) -> Iterator[str]:
+    if options.system is not None and not options.chat:
+        yield "--system is given and --chat is not; a system message needs --chat"
+    if options.chat and options.prompt_token_ids is not None:
+        yield "--prompt-token-ids and --chat are both given; the prompt of a chat is a text"
+
+
+class PromptOptions(VerbOptions):
     """Source of the prompt."""
 
-    prompt: Annotated[str | None, typer.Argument(help="The prompt.")] = None
-    prompt_file: Path | None = option("Read the prompt from a file; - is stdin.")
-    prompt_token_ids: str | None = option("The prompt as token ids: 1,2,3.")
-    chat: bool = option("Send the prompt as a user's chat message.", "--chat", default=False)
-    system: str | None = option("The chat's system message; needs --chat.")
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT")] = None
+    """The prompt."""
+    prompt_file: Path | None = None
+    """Read the prompt from a file; - is stdin."""
+    prompt_token_ids: Annotated[tuple[int, ...], BeforeValidator(_read_ids)] | None = None
+    """The prompt as token ids: 1,2,3."""
+    chat: Annotated[bool, typer.Option("--chat")] = False
+    """Send the prompt as a user's chat message."""
+    system: str | None = None
+    """The chat's system message; needs --chat."""
+
+    own_rules: ClassVar[Rules] = (_one_prompt, _chat)
+
+    def read(self) -> str | tuple[int, ...]:
+        """The prompt, wherever it is."""
+        if (file := self.prompt_file) is not None:
+            try:
+                return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigurationError(
+                    f"--prompt-file {file} cannot be read as UTF-8 text: {error}"
+                ) from None
+        if self.prompt_token_ids is not None:
+            return self.prompt_token_ids
+        return self.prompt or ""
 
 
-@dataclass(frozen=True)
-class RequestOptions:
+def _read_bias(words: Any) -> Any:
+    token_id, _, bias = words.partition(":")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise ValueError("it must be ID:BIAS, such as 5:-1.5") from None
+
+
+class RequestOptions(VerbOptions):
     """Options of the completion, in the words of `GenerationRequest`."""
 
-    max_tokens: int | None = option("Maximum tokens to generate.", default=128)
-    temperature: float | None = option("0 is greedy. [default: 1]")
-    top_k: int | None = option("Sample from the K most probable tokens; 0 keeps all.")
-    top_p: float | None = option(
-        "Sample from the fewest tokens that have this probability together; 1 keeps all."
-    )
-    min_p: float | None = option("Drop tokens below this share of the highest probability.")
-    repetition_penalty: float | None = option("Above 1 makes earlier tokens less likely, as in transformers.")
-    frequency_penalty: float | None = option(
-        "Makes tokens less likely by how often the completion has them, -2 to 2."
-    )
-    presence_penalty: float | None = option("Makes tokens less likely that the completion has, -2 to 2.")
-    seed: int | None = option(
-        "Makes the completion reproducible under strict (which auto picks for it) and with the fixed policy; otherwise "
-        "the text also depends on how many tokens were proposed."
-    )
-    stop: list[str] | None = option("End before this string; may be repeated.")
-    num_speculative_tokens: int | None = option("Tokens proposed per verification.")
-    rejection_sampling_strategy: str | None = option("Acceptance rule, in MAX's or vLLM's spelling.")
-    row_kind: RowKind | None = option("Kind of rows that the target sends.")
-    speculation: bool = option("Off: the target works alone.", default=True)
-    ignore_eos: bool = option("Do not end at end-of-sequence ids.", "--ignore-eos", default=False)
-    logprobs: int | None = option(
-        "Return log probabilities of each token and of this many most probable ones, 0 to 20."
-    )
-    logit_bias: list[str] | None = option(
-        "Add to the target's logit of a token id; may be repeated.", metavar="ID:BIAS"
-    )
-    min_tokens: int = option("Minimum tokens to generate.", default=0)
-    stop_token_ids: list[int] | None = option("End at this token id; may be repeated.", "--stop-token-id")
-    include_stop_str_in_output: bool = option(
-        "Include the stop string or token in the text.", "--include-stop", default=False
-    )
-    cache_salt: str | None = option(
-        "Share prefix cache and earlier answers only with requests of this salt, up to 256 characters."
-    )
+    repeatable: ClassVar = ("stop", "logit_bias", "stop_token_ids")
+
+    max_tokens: int | None = 128
+    """Maximum tokens to generate."""
+    temperature: float | None = None
+    """0 is greedy. [default: 1]"""
+    top_k: int | None = None
+    """Sample from the K most probable tokens; 0 keeps all."""
+    top_p: float | None = None
+    """Sample from the fewest tokens that have this probability together; 1 keeps all."""
+    min_p: float | None = None
+    """Drop tokens below this share of the highest probability."""
+    repetition_penalty: float | None = None
+    """Above 1 makes earlier tokens less likely, as in transformers."""
+    frequency_penalty: float | None = None
+    """Makes tokens less likely by how often the completion has them, -2 to 2."""
+    presence_penalty: float | None = None
+    """Makes tokens less likely that the completion has, -2 to 2."""
+    seed: int | None = None
+    """Makes the completion reproducible under strict (which auto picks for it) and with the fixed policy; otherwise
+    the text also depends on how many tokens were proposed."""
+    stop: tuple[str, ...] = ()
+    """End before this string; may be repeated."""
+    num_speculative_tokens: int | None = None
+    """Tokens proposed per verification."""
+    rejection_sampling_strategy: str | None = None
+    """Acceptance rule, in MAX's or vLLM's spelling."""
+    row_kind: RowKind | None = None
+    """Kind of rows that the target sends."""
+    speculation: bool = True
+    """Off: the target works alone."""
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False
+    """Do not end at end-of-sequence ids."""
+    logprobs: int | None = None
+    """Return log probabilities of each token and of this many most probable ones, 0 to 20."""
+    logit_bias: Annotated[
+        tuple[Annotated[tuple[int, float], BeforeValidator(_read_bias)], ...],
+        typer.Option(metavar="ID:BIAS"),
+    ] = ()
+    """Add to the target's logit of a token id; may be repeated."""
+    min_tokens: int = 0
+    """Minimum tokens to generate."""
+    stop_token_ids: Annotated[tuple[int, ...], typer.Option("--stop-token-id")] = ()
+    """End at this token id; may be repeated."""
+    include_stop_str_in_output: Annotated[bool, typer.Option("--include-stop")] = False
+    """Include the stop string or token in the text."""
+    cache_salt: str | None = None
+    """Share prefix cache and earlier answers only with requests of this salt, up to 256 characters."""
 
     def request(self, prompt: str | tuple[int, ...]) -> GenerationRequest:
-        lists = {
-            "stop": tuple(self.stop or ()),
-            "stop_token_ids": tuple(self.stop_token_ids or ()),
-            "logit_bias": dict(map(_bias, self.logit_bias or ())),
-        }
-        request = GenerationRequest(prompt, **asdict(self) | lists)
+        values = self.model_dump() | {"logit_bias": dict(self.logit_bias)}
+        request = GenerationRequest(prompt, **values)
         try:
             as_message(request)
         except InvalidRequestError as error:
@@ -245,17 +303,15 @@ class RequestOptions:
         return request
 
 
-@dataclass(frozen=True)
-class ResultOptions:
+class ResultOptions(VerbOptions):
     """The printed result."""
 
-    as_json: bool = option(
-        "Print each completion as one JSON object when it is done.", "--json", default=False
-    )
-    count: int = option(
-        "Completions, one after the other; with --seed, seeds that follow it.", "-n", default=1, min=1
-    )
-    quiet: bool = option("Do not print the closing line on stderr.", "--quiet", "-q", default=False)
+    as_json: Annotated[bool, typer.Option("--json")] = False
+    """Print each completion as one JSON object when it is done."""
+    count: Annotated[int, typer.Option("-n")] = Field(default=1, ge=1)
+    """Completions, one after the other; with --seed, seeds that follow it."""
+    quiet: Annotated[bool, typer.Option("--quiet", "-q")] = False
+    """Do not print the closing line on stderr."""
 
 
 @command(
@@ -269,29 +325,28 @@ async def generate(
     prompt: PromptOptions,
     options: RequestOptions,
     result: ResultOptions,
-    connection: ConnectionOptions,
+    connection: Connection,
 ) -> None:
     """Complete a prompt. On a terminal, accepted draft tokens are green, and bold where they were drafted ahead.
 
     The completion goes to stdout. Without --json or --quiet, a closing line on stderr has the speed and the gain of
     drafting, or the reason why the draft did not work.
     """
-    given = _prompt(prompt)
+    given = prompt.read()
     request = options.request(given)
     messages = _messages(prompt, given)
     console = None if result.as_json else Console(highlight=False, soft_wrap=True)
     records: list[Record] = []
-    reached = connection.read()
-    async with Client(*reached.endpoint) as client:
+    async with Client(*connection.endpoint) as client:
         if messages:
-            ids = await client.chat_prompt(messages, timeout_seconds=reached.timeout)
+            ids = await client.chat_prompt(messages, timeout_seconds=connection.timeout)
             request = replace(request, prompt=ids)
         for index in range(result.count):
             seed = None if request.seed is None else request.seed + index
             if console is not None and result.count > 1:
                 sys.stdout.write(f"--- {index + 1} of {result.count}\n")
             records.append(record := Record())
-            async for chunk in client.generate(request, timeout_seconds=reached.timeout, seed=seed):
+            async for chunk in client.generate(request, timeout_seconds=connection.timeout, seed=seed):
                 record.add(chunk, console)
             if console is None:
                 write_out(json.dumps(record.as_dict(), ensure_ascii=False) + "\n")
@@ -306,7 +361,7 @@ async def generate(
 @command(app, "", "--system 'Answer in one sentence.' --temperature 0")
 def chat(
     options: RequestOptions,
-    connection: ConnectionOptions,
+    connection: Connection,
     system: Annotated[str | None, typer.Option(help="What the chat's system message says.")] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Leave out the line with speed and gain after each answer.")
@@ -318,16 +373,15 @@ def chat(
     """
     console = Console(highlight=False, soft_wrap=True)
     messages = _system(system)
-    reached = connection.read()
-    with SyncClient(*reached.endpoint) as client:
+    with SyncClient(*connection.endpoint) as client:
         for line in _lines():
             messages.append(ChatMessage("user", line))
             record = Record()
             request = options.request(())
             try:
-                prompt = client.chat_prompt(messages, timeout_seconds=reached.timeout)
+                prompt = client.chat_prompt(messages, timeout_seconds=connection.timeout)
                 request = replace(request, prompt=prompt)
-                for chunk in client.generate(request, timeout_seconds=reached.timeout):
+                for chunk in client.generate(request, timeout_seconds=connection.timeout):
                     record.add(chunk, console)
             except KeyboardInterrupt:
                 pass  # the conversation goes on from what there is
@@ -354,45 +408,12 @@ def _lines() -> Iterator[str]:
             yield line
 
 
-def _prompt(options: PromptOptions) -> str | tuple[int, ...]:
-    prompts = (options.prompt, options.prompt_file, options.prompt_token_ids)
-    if (count := sum(each is not None for each in prompts)) != 1:
-        raise ConfigurationError(
-            f"{count} prompts were given; give exactly one of PROMPT, --prompt-file and --prompt-token-ids"
-        )
-    if (file := options.prompt_file) is not None:
-        try:
-            return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigurationError(f"--prompt-file {file} cannot be read as UTF-8 text: {error}") from None
-    if (words := options.prompt_token_ids) is None:
-        return options.prompt or ""
-    try:
-        return tuple(int(word) for word in words.split(",") if word.strip())
-    except ValueError:
-        raise ConfigurationError(f"--prompt-token-ids is {words!r}; it must be integers: 1,2,3") from None
-
-
 def _messages(options: PromptOptions, prompt: str | tuple[int, ...]) -> list[ChatMessage]:
     """The messages of a chat; none for a plain prompt."""
-    if not options.chat:
-        if options.system is not None:
-            raise ConfigurationError("--system is given and --chat is not; a system message needs --chat")
+    if not options.chat or not isinstance(prompt, str):
         return []
-    if not isinstance(prompt, str):
-        raise ConfigurationError(
-            "--prompt-token-ids and --chat are both given; the prompt of a chat is a text"
-        )
     return [*_system(options.system), ChatMessage("user", prompt)]
 
 
 def _system(text: str | None) -> list[ChatMessage]:
     return [] if text is None else [ChatMessage("system", text)]
-
-
-def _bias(words: str) -> tuple[int, float]:
-    token_id, _, bias = words.partition(":")
-    try:
-        return int(token_id), float(bias)
-    except ValueError:
-        raise ConfigurationError(f"--logit-bias is {words!r}; it must be ID:BIAS, such as 5:-1.5") from None

@@ -17,14 +17,17 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+import typer
+from pydantic import BeforeValidator, Field
 from rich.console import Group, RenderableType
 
 from tandem.clients.admin_client import AdminClient
 from tandem.clients.client import Client
-from tandem.config.names import DEVICES
+from tandem.config.names import DEVICES, Device
+from tandem.config.rule import Rules, rule
 from tandem.errors import ConfigurationError, NotFoundError, ServiceUnavailableError
 from tandem.model.speculation_state import SpeculationDecision
 from tandem.model.types import GenerationRequest, StepProfile
@@ -32,8 +35,8 @@ from tandem.model_sources.bundled import DEMO
 from tandem.plural import plural
 from tandem.serving.children import Child
 from tandem.telemetry.progress import Progress
-from tandem_coordinator.cli.command import OutputOptions, command, option, plain_table
-from tandem_coordinator.cli.connection import ConnectionOptions
+from tandem_coordinator.cli.command import OutputOptions, VerbOptions, command, plain_table
+from tandem_coordinator.cli.connection import Connection
 from tandem_coordinator.cli.doctor import round_trips
 from tandem_coordinator.cli.main import app
 from tandem_coordinator.cli.up import NO_DRAFT, STOP_SECONDS, UpOptions, as_words, service_arguments
@@ -369,6 +372,8 @@ def fleet_plan(fleet: Fleet, together_clients: int) -> FleetPlan:
 
 # ---- the command
 
+MAX_GIVEN = 100_000
+"""Largest time in milliseconds, and share, that a plan takes: nothing is that slow, and its sums stay finite."""
 _LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Proposal lengths that are measured, up to the longest asked for; those between are interpolated."""
 _FIXED = {
@@ -389,59 +394,87 @@ _PROMPTS = (
 """Code and prose, so that acceptance is no one kind's."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepOptions:
+def _read_rates(words: Any) -> Any:
+    try:
+        rates = tuple(map(float, words.split(",")))
+    except ValueError:
+        rates = (-1.0,)
+    if not all(0.0 <= rate <= 1.0 for rate in rates):
+        raise ValueError("it must be rates between 0 and 1 with commas between them")
+    return rates
+
+
+def _read_sizes(words: Any) -> Any:
+    if not (sizes := _counts(words)):
+        raise ValueError("it must be numbers from 1 to 4096 with commas between them")
+    return sizes
+
+
+def _read_fleet(words: Any) -> Any:
+    if len(counts := _counts(words)) not in (3, 4):
+        raise ValueError("it must be TARGETS,DRAFTS,CLIENTS or TARGETS,DRAFTS,CLIENTS,K, each from 1 to 4096")
+    return counts
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """The numbers of a list, each from 1 to 4096; none where it holds anything else."""
+    parts = text.split(",")
+    is_right = all(part.strip().isdigit() and 0 < int(part) <= 4096 for part in parts)
+    return tuple(int(part) for part in parts) if is_right else ()
+
+
+@rule("The step times of target and draft and the acceptance go together.")
+def _step_times(options: StepOptions) -> Iterator[str]:
+    given = (options.verify_ms, options.draft_step_ms, options.acceptance)
+    if options.verify_ms is not None and None in given:
+        yield "--verify-ms was given without --draft-step-ms and --acceptance; give all three"
+
+
+class StepOptions(VerbOptions):
     """Step times and acceptance as they are given, and what to plan with them."""
 
-    verify_ms: float | None = option(
-        "Step of the target with one row, in ms. Without it, ask the coordinator."
-    )
-    draft_step_ms: float | None = option("Step of the draft with one row, in ms.")
-    acceptance: str | None = option(
-        "Conditional acceptance rate at each position; the last one holds for all after it."
-    )
-    round_trip_ms: float = option("Question to a service and its answer, in ms.", default=0.0)
-    per_8_rows: float = option("Share by which a step takes longer for each 8 rows more.", default=PER_8_ROWS)
-    batch: str = option("Requests at once, for instance 1,8,32.", default="1")
-    max_tokens: int = option("Longest proposal.", default=MAX_TOKENS, min=1, max=128)
-    fleet: str | None = option(
-        "Clients that targets serve with drafts elsewhere, beside so many clients with drafts on the targets' devices; "
-        "needs the step times. K by default: the best.",
-        metavar="TARGETS,DRAFTS,CLIENTS[,K]",
-    )
-    draft_per_8_rows: float = option(
-        "With --fleet: the same share for the draft's steps.", default=0.0, min=0.0
-    )
+    verify_ms: float | None = Field(default=None, gt=0, le=MAX_GIVEN)
+    """Step of the target with one row, in ms. Without it, ask the coordinator."""
+    draft_step_ms: float | None = Field(default=None, gt=0, le=MAX_GIVEN)
+    """Step of the draft with one row, in ms."""
+    acceptance: Annotated[tuple[float, ...], BeforeValidator(_read_rates)] | None = None
+    """Conditional acceptance rate at each position; the last one holds for all after it."""
+    round_trip_ms: float = Field(default=0.0, ge=0, le=MAX_GIVEN)
+    """Question to a service and its answer, in ms."""
+    per_8_rows: float = Field(default=PER_8_ROWS, ge=0, le=MAX_GIVEN)
+    """Share by which a step takes longer for each 8 rows more."""
+    batch: Annotated[tuple[int, ...], BeforeValidator(_read_sizes)] = (1,)
+    """Requests at once, for instance 1,8,32."""
+    max_tokens: int = Field(default=MAX_TOKENS, ge=1, le=128)
+    """Longest proposal."""
+    fleet: Annotated[
+        Annotated[tuple[int, ...], BeforeValidator(_read_fleet)] | None,
+        typer.Option(metavar="TARGETS,DRAFTS,CLIENTS[,K]"),
+    ] = None
+    """Clients that targets serve with drafts elsewhere, beside so many clients with drafts on the targets' devices;
+    needs the step times. K by default: the best."""
+    draft_per_8_rows: float = Field(default=0.0, ge=0, le=MAX_GIVEN)
+    """With --fleet: the same share for the draft's steps."""
 
-    def times(self) -> StepTimes:
+    own_rules: ClassVar[Rules] = (_step_times,)
+
+    @property
+    def times(self) -> StepTimes | None:
+        """The step times; None where they are to be measured."""
         if self.verify_ms is None or self.draft_step_ms is None or self.acceptance is None:
-            raise ConfigurationError(
-                "--verify-ms was given without --draft-step-ms and --acceptance; give all three"
-            )
-        verify, draft, trip = self.verify_ms, self.draft_step_ms, self.round_trip_ms
-        for name, value in (("--verify-ms", verify), ("--draft-step-ms", draft)):
-            if not 0.0 < value < 1e7:
-                raise ConfigurationError(f"{name} is {value:g}; it must be above 0")
-        for name, value in (("--round-trip-ms", trip), ("--per-8-rows", self.per_8_rows)):
-            if not 0.0 <= value < 1e7:
-                raise ConfigurationError(f"{name} is {value:g}; it must be at least 0")
-        try:
-            rates = tuple(map(float, self.acceptance.split(",")))
-        except ValueError:
-            rates = (-1.0,)
-        if not all(0.0 <= rate <= 1.0 for rate in rates):
-            sentence = "it must be rates between 0 and 1 with commas between them"
-            raise ConfigurationError(f"--acceptance is {self.acceptance}; {sentence}")
-        return StepTimes(verify / 1e3, draft / 1e3, rates, trip / 1e3, self.per_8_rows)
+            return None
+        return StepTimes(
+            self.verify_ms / 1e3,
+            self.draft_step_ms / 1e3,
+            self.acceptance,
+            self.round_trip_ms / 1e3,
+            self.per_8_rows,
+        )
 
-    def planned_fleet(self, text: str) -> tuple[Fleet, int]:
+    def planned_fleet(self, counts: Sequence[int], times: StepTimes) -> tuple[Fleet, int]:
         """The fleet, and how many clients it is compared at."""
-        if len(counts := _counts(text)) not in (3, 4):
-            raise ConfigurationError(
-                f"--fleet is {text}; it must be TARGETS,DRAFTS,CLIENTS or TARGETS,DRAFTS,CLIENTS,K, each from 1 to 4096"
-            )
         targets, drafts, clients, *given = counts
-        times, batch = self.times(), -(-clients // targets)
+        batch = -(-clients // targets)
         best = plan(times.rounds(batch, self.max_tokens), batch).best_tokens
         proposed = given[0] if given else best
         if not proposed:
@@ -452,20 +485,18 @@ class StepOptions:
         return Fleet(times, targets, drafts, proposed, self.draft_per_8_rows), clients
 
 
-@dataclass(frozen=True, slots=True)
-class PairOptions:
+class PairOptions(VerbOptions):
     """The pair to measure on this machine; neither model named: nothing is measured."""
 
-    target: str | None = option(
-        "Measure this target here: the demo pair's, a folder or a Hugging Face id.",
-        metavar="demo|smollm2|DIR|ID",
-    )
-    draft: str | None = option(
-        "Measure with this draft. [default: as in tandem up]", metavar="ngram|suffix|DIR|ID"
-    )
-    device: str = option(f"Where both models run: {DEVICES}.", default="cpu")
-    max_length: int | None = option("Maximum tokens of a sequence. [default: the models']")
-    temperature: float = option("Temperature of the measured completions.", default=0.0, min=0.0, max=2.0)
+    target: Annotated[str | None, typer.Option(metavar="demo|smollm2|DIR|ID")] = None
+    """Measure this target here: the demo pair's, a folder or a Hugging Face id."""
+    draft: Annotated[str | None, typer.Option(metavar="ngram|suffix|DIR|ID")] = None
+    """Measure with this draft. [default: as in tandem up]"""
+    device: Device = Field(default="cpu", description=f"Where both models run: {DEVICES}.")
+    max_length: int | None = Field(default=None, ge=1)
+    """Maximum tokens of a sequence. [default: the models']"""
+    temperature: float = Field(default=0.0, ge=0, le=2)
+    """Temperature of the measured completions."""
 
     @property
     def is_named(self) -> bool:
@@ -608,7 +639,7 @@ async def _services(words: Sequence[str]) -> AsyncIterator[str]:
 )
 async def plan_command(
     steps: StepOptions,
-    connection: ConnectionOptions,
+    connection: Connection,
     pair: PairOptions,
     output: OutputOptions,
 ) -> None:
@@ -619,33 +650,30 @@ async def plan_command(
     target alone: (1 + E[accepted(K)]) x round of the target alone / round with K proposed tokens. The column without
     the wire is the usual formula (1 + E[accepted]) / (cost_draft x K + cost_verify).
     """
+    times = steps.times
     if steps.fleet is not None:
-        if pair.is_named or steps.verify_ms is None:
+        if pair.is_named or times is None:
             raise ConfigurationError(
                 "--fleet was given without --verify-ms, --draft-step-ms and --acceptance; give all four"
             )
-        fleet, clients = steps.planned_fleet(steps.fleet)
+        fleet, clients = steps.planned_fleet(steps.fleet, times)
         planned = fleet_plan(fleet, clients)
         output.show(planned, lambda: fleet_view(fleet, planned))
         return
-    if pair.is_named and steps.verify_ms is not None:
+    if pair.is_named and times is not None:
         raise ConfigurationError(
             "--verify-ms was given with --target or --draft; give the step times or a pair to measure"
         )
-    if pair.is_named or steps.verify_ms is not None:
-        if not (sizes := _counts(steps.batch)):
-            raise ConfigurationError(
-                f"--batch is {steps.batch}; it must be numbers from 1 to 4096 with commas between them"
-            )
-        if pair.is_named:
+    if pair.is_named or times is not None:
+        if times is not None:
+            rounds = {size: times.rounds(size, steps.max_tokens) for size in steps.batch}
+        else:
             with Progress("tandem plan", sys.stderr) as progress:
                 progress.show("starting the pair")
                 async with _services(pair.up_words()) as address:
                     rounds = await measured_through(
-                        address, sizes, steps.max_tokens, pair.temperature, progress.show
+                        address, steps.batch, steps.max_tokens, pair.temperature, progress.show
                     )
-        else:
-            rounds = {size: steps.times().rounds(size, steps.max_tokens) for size in sizes}
         plans = [plan(each, size, f"batch {size}") for size, each in rounds.items()]
     else:
         async with connection.admin_client() as client:
@@ -658,13 +686,6 @@ async def plan_command(
         name = "{0.rule}, temperature {0.temperatures}, batch {0.load}"
         plans = [plan(measured_rounds(each), each.load, name.format(each)) for each in known]
     output.show(plans, lambda: plan_view(plans))
-
-
-def _counts(text: str) -> list[int]:
-    """The numbers of a list, each from 1 to 4096; none where it holds anything else."""
-    parts = text.split(",")
-    is_right = all(part.strip().isdigit() and 0 < int(part) <= 4096 for part in parts)
-    return [int(part) for part in parts] if is_right else []
 
 
 def fleet_view(fleet: Fleet, found: FleetPlan) -> RenderableType:

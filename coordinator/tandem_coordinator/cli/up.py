@@ -14,11 +14,16 @@ from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import typer
+from pydantic import AfterValidator, Field, FilePath
 
 from tandem.config import names
 from tandem.config.options import ALIASES
-from tandem.config.speculative import checked_method
+from tandem.config.settings import ModelServerSettings
+from tandem.config.sources import Environment
+from tandem.config.speculative import MAX_CONFIGURED_TOKENS, checked_method
 from tandem.errors import ConfigurationError, ServiceUnavailableError, TandemError
 from tandem.model_sources import bundled
 from tandem.model_sources.hub import fetch_config, is_model_id
@@ -27,8 +32,9 @@ from tandem.serving.children import Child
 from tandem.serving.protection import MIN_TOKEN_LENGTH
 from tandem.serving.server import MAX_SOCKET_PATH_BYTES, CancelledByEventError, announce, stop_signals, unless
 from tandem.serving.standard_streams import exit_with, write_error
+from tandem.telemetry.logs import LogLevel
 from tandem.telemetry.progress import Progress
-from tandem_coordinator.cli.command import command, option
+from tandem_coordinator.cli.command import VerbOptions, command
 from tandem_coordinator.cli.main import app
 from tandem_coordinator.cli.serve import package_of
 from tandem_coordinator.settings.coordinator import DEFAULT_PORT, ConfigSettings
@@ -54,93 +60,91 @@ STOP_SECONDS = 40.0
 """For a child to stop before it is killed. Its drain takes up to 30 s of them by default."""
 
 
-@dataclass(frozen=True)
-class UpOptions:
+Share = Annotated[float | None, Field(gt=0, le=1)]
+"""Share of a device's memory."""
+
+
+class UpOptions(VerbOptions):
     """Options of `tandem up`; None where the service's own default applies."""
 
-    model: str | None = option(
-        f"Model to serve: {bundled.SMOLLM2_NAME}, the bundled pair, a folder or a Hugging Face id. [default: smollm2, "
-        "or demo where its packages are missing]",
-        metavar="smollm2|demo|DIR|ID",
+    model: Annotated[str | None, typer.Option(metavar="smollm2|demo|DIR|ID")] = Field(
+        default=None,
+        description=f"Model to serve: {bundled.SMOLLM2_NAME}, the bundled pair, a folder or a Hugging Face id. "
+        "[default: smollm2, or demo where its packages are missing]",
     )
-    target: str | None = option("Another name for --model.", metavar="smollm2|DIR|ID")
-    draft: str | None = option(
-        "Draft: ngram or suffix need no model, none leaves the target alone, a folder or id is a model, best with "
-        "the target's tokenizer, or a drafting head for it. [default: the demo pair's; for smollm2 its head, with vllm "
-        "suffix; for another model, suffix]",
-        metavar="ngram|suffix|none|DIR|ID",
+    target: Annotated[str | None, typer.Option(metavar="smollm2|DIR|ID")] = None
+    """Another name for --model."""
+    draft: Annotated[str | None, typer.Option(metavar="ngram|suffix|none|DIR|ID")] = None
+    """Draft: ngram or suffix need no model, none leaves the target alone, a folder or id is a model, best with the
+    target's tokenizer, or a drafting head for it. [default: the demo pair's; for smollm2 its head, with vllm suffix;
+    for another model, suffix]"""
+    method: Annotated[str, AfterValidator(checked_method)] | None = None
+    """Drafting method. eagle, eagle3, medusa: a head beside the target. [default: by the draft's name]"""
+    num_speculative_tokens: int | None = Field(default=None, ge=1, le=MAX_CONFIGURED_TOKENS)
+    """Maximum tokens proposed per verification. [default: the coordinator's]"""
+    draft_ahead: Annotated[str | None, typer.Option(metavar="auto|off|NUMBER")] = None
+    """Outcomes of each verification to draft ahead for. [default: the coordinator's, auto]"""
+    device: names.Device = Field(default="cpu", description=f"Where both models run: {names.DEVICES}.")
+    target_device: names.Device | None = None
+    """Where the target runs. [default: that of --device]"""
+    draft_device: Annotated[names.Device | None, typer.Option("--draft-device", "--draft-devices")] = None
+    """Where the draft runs. [default: that of --device]"""
+    target_memory_utilization: Share = Field(
+        default=None,
+        description="Share of its device's memory that the target takes. "
+        f"[default: the service's, or {SHARES['target']:g} beside the draft on one GPU]",
     )
-    method: str | None = option(
-        "Drafting method. eagle, eagle3, medusa: a head beside the target. [default: by the draft's name]"
+    draft_memory_utilization: Share = Field(
+        default=None,
+        description="Share of its device's memory that the draft takes. "
+        f"[default: the service's, or {SHARES['draft']:g} beside the target on one GPU]",
     )
-    num_speculative_tokens: int | None = option(
-        "Maximum tokens proposed per verification. [default: the coordinator's]"
+    engine: Literal["auto", "tandem", "vllm"] | None = None
+    """What runs the models. [default: each service's, auto]"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
+    """Type of the weights. [default: each service's]"""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of each model. [default: all cores, or half of them for each of two models on the CPU]"""
+    max_length: Annotated[int | None, typer.Option("--max-length", "--max-model-len")] = Field(
+        default=None, ge=1
     )
-    draft_ahead: str | None = option(
-        "Outcomes of each verification to draft ahead for. [default: the coordinator's, auto]",
-        metavar="auto|off|NUMBER",
-    )
-    device: str = option(f"Where both models run: {names.DEVICES}.", default="cpu")
-    target_device: str | None = option("Where the target runs. [default: that of --device]")
-    draft_device: str | None = option(
-        "Where the draft runs. [default: that of --device]", "--draft-device", "--draft-devices"
-    )
-    target_memory_utilization: float | None = option(
-        "Share of its device's memory that the target takes. "
-        f"[default: the service's, or {SHARES['target']:g} beside the draft on one GPU]"
-    )
-    draft_memory_utilization: float | None = option(
-        "Share of its device's memory that the draft takes. "
-        f"[default: the service's, or {SHARES['draft']:g} beside the target on one GPU]"
-    )
-    engine: Literal["auto", "tandem", "vllm"] | None = option(
-        "What runs the models. [default: each service's, auto]"
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = option(
-        "Type of the weights. [default: each service's]"
-    )
-    threads: int | None = option(
-        "CPU threads of each model. [default: all cores, or half of them for each of two models on the CPU]"
-    )
-    max_length: int | None = option(
-        "Maximum tokens of a sequence. [default: the models', the smaller of two]",
-        "--max-length",
-        "--max-model-len",
-    )
-    chat_template: Path | None = option(
-        "Jinja file for chats. [default: the model's own]", exists=True, dir_okay=False
-    )
-    generation_config: str | None = option(
-        "Sampling parameters that hold where a request names none: auto, the model's own; vllm, none; or those of a "
-        "folder. [default: the coordinator's, auto]",
-        metavar="auto|vllm|DIR",
-    )
-    override_generation_config: str | None = option(
-        "Sampling parameters in place of those, as a JSON object. [default: for smollm2 those of its card, "
+    """Maximum tokens of a sequence. [default: the models', the smaller of two]"""
+    chat_template: FilePath | None = None
+    """Jinja file for chats. [default: the model's own]"""
+    generation_config: Annotated[str | None, typer.Option(metavar="auto|vllm|DIR")] = None
+    """Sampling parameters that hold where a request names none: auto, the model's own; vllm, none; or those of a
+    folder. [default: the coordinator's, auto]"""
+    override_generation_config: Annotated[str | None, typer.Option(metavar="JSON")] = Field(
+        default=None,
+        description="Sampling parameters in place of those, as a JSON object. [default: for smollm2 those of its card, "
         f"{json.dumps(bundled.SMOLLM2_SAMPLING)}]",
-        metavar="JSON",
     )
-    served_model_name: str | None = option(
-        "Name of the model in OpenAI's API. [default: that of the target's folder]"
+    served_model_name: str | None = None
+    """Name of the model in OpenAI's API. [default: that of the target's folder]"""
+    host: str | None = None
+    """Address that the coordinator listens on. [default: its own, 127.0.0.1]"""
+    api_key: str | None = Field(
+        default=None,
+        description=f"Token that callers must have, of {MIN_TOKEN_LENGTH} characters or more; "
+        "TANDEM_COORDINATOR_AUTH_TOKEN keeps it out of the command line.",
     )
-    host: str | None = option("Address that the coordinator listens on. [default: its own, 127.0.0.1]")
-    api_key: str | None = option(
-        f"Token that callers must have, of {MIN_TOKEN_LENGTH} characters or more; TANDEM_COORDINATOR_AUTH_TOKEN keeps "
-        "it out of the command line."
+    insecure: bool = False
+    """Let other machines in without TLS, or without a token, where everyone in the network is trusted."""
+    config_file: Path | None = None
+    """TOML, YAML or JSON file for coordinator and draft."""
+    port: int = Field(default=DEFAULT_PORT, ge=0, le=65535)
+    """Port of the coordinator; 0 takes any free one."""
+    http_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Port for HTTP: OpenAI's API and a page; 0 takes any free one. "
+        f"[default: {HTTP_PORT}, or a free one where it is taken]",
     )
-    insecure: bool = option(
-        "Let other machines in without TLS, or without a token, where everyone in the network is trusted.",
-        default=False,
-        show_default=False,
-    )
-    config_file: Path | None = option("TOML, YAML or JSON file for coordinator and draft.")
-    port: int = option("Port of the coordinator; 0 takes any free one.", default=DEFAULT_PORT)
-    http_port: int | None = option(
-        f"Port for HTTP: OpenAI's API and a page; 0 takes any free one. [default: {HTTP_PORT}, or a free one where it "
-        "is taken]"
-    )
-    http: bool = option("Serve HTTP.", default=True)
-    log_level: str = option("debug, info, warning or error.", default="warning")
+    http: bool = True
+    """Serve HTTP."""
+    log_level: LogLevel = "warning"
+    """Lowest severity of log lines."""
 
 
 @command(app)
@@ -221,7 +225,7 @@ class ServiceArguments:
         return replace(self, target=[*self.target, *words], draft=draft)
 
 
-class _Draft(NamedTuple):
+class _Drafting(NamedTuple):
     """A way to draft: a service's, the target's own, or neither."""
 
     service: Mapping[str, str] | None = None
@@ -281,8 +285,8 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
                 http_port=_http_port(options.http_port) if options.http else None,
                 num_speculative_tokens=options.num_speculative_tokens,
                 draft_ahead=options.draft_ahead,
-                rejection_sampling_strategy=None if names_rule or draft == _Draft() else names.AUTO,
-                draft_model_penalties=None if names_penalties or draft == _Draft() else "draft",
+                rejection_sampling_strategy=None if names_rule or draft == _Drafting() else names.AUTO,
+                draft_model_penalties=None if names_penalties or draft == _Drafting() else "draft",
                 chat_template=options.chat_template,
                 generation_config=options.generation_config,
                 override_generation_config=_sampling(options, shared),
@@ -321,12 +325,31 @@ def card_sampling(sampling: Mapping[str, float]) -> str:
 
 def unequal_lengths(arguments: ServiceArguments, environment: Mapping[str, str]) -> tuple[int, ...]:
     """The lengths that target and draft were made for, where nobody named one and they are known to differ."""
-    variables = ("TANDEM_TARGET_MAX_LENGTH", "TANDEM_DRAFT_MAX_LENGTH")
-    is_named = "--max-length" in arguments.target or any(environment.get(each) for each in variables)
-    if is_named or len(arguments.references) < 2:
+    is_named = any("max_length" in _variables_of(each, environment) for each in _SERVICES.values())
+    if is_named or "--max-length" in arguments.target or len(arguments.references) < 2:
         return ()
     lengths = tuple(map(_length, arguments.references))
     return () if 0 in lengths or len({*lengths}) == 1 else lengths
+
+
+class _Target(ModelServerSettings):
+    """Options of a target service that a draft service has as well."""
+
+    env_prefix: ClassVar = "TANDEM_TARGET_"
+
+
+class _Draft(ModelServerSettings):
+    """The same of a draft service."""
+
+    env_prefix: ClassVar = "TANDEM_DRAFT_"
+
+
+_SERVICES = {"target": _Target, "draft": _Draft}
+
+
+def _variables_of(service: type[ModelServerSettings], environment: Mapping[str, str]) -> Mapping[str, Any]:
+    """The options that the environment sets for a service."""
+    return Environment(service, environment)()
 
 
 def _length(reference: str) -> int:
@@ -351,13 +374,14 @@ def _with_model(options: UpOptions, shared: Mapping[str, Any]) -> UpOptions:
             f"--model is {options.model} and --target is {options.target}, which both name the target; give one of them"
         )
     if (named := options.model or options.target) is not None:
-        return replace(options, model=named)
+        return options.model_copy(update={"model": named})
     method = names.canonical_method(options.method or str(shared.get("speculative_method", "")))
     has_head = method not in names.BOUND_METHODS or bundled.smollm2_head(method) is not None
     without_model = (None, NO_DRAFT, *names.MODEL_FREE_METHODS)
     is_any_draft = options.draft in without_model and "draft_model_path" not in shared
     is_here = not bundled.smollm2_missing() and not Path(bundled.SMOLLM2).exists()
-    return replace(options, model=bundled.SMOLLM2 if has_head and is_any_draft and is_here else bundled.DEMO)
+    is_smollm2 = has_head and is_any_draft and is_here
+    return options.model_copy(update={"model": bundled.SMOLLM2 if is_smollm2 else bundled.DEMO})
 
 
 def not_read(arguments: ServiceArguments, environment: Mapping[str, str]) -> Iterator[str]:
@@ -378,11 +402,8 @@ def not_read(arguments: ServiceArguments, environment: Mapping[str, str]) -> Ite
                 yield f"{variable} is not read: tandem up decides {flags[0]} of the {service} itself"
 
 
-def _draft(options: UpOptions, shared: Mapping[str, Any]) -> _Draft:
-    try:
-        method = None if options.method is None else checked_method(options.method)
-    except ValueError as error:
-        raise ConfigurationError(f"--method is {options.method}; {error}") from None
+def _draft(options: UpOptions, shared: Mapping[str, Any]) -> _Drafting:
+    method = options.method
     checkpoint = options.draft
     shared_method = names.canonical_method(str(shared.get("speculative_method", "")))
     if method is None and checkpoint is None and shared_method in names.BOUND_METHODS:
@@ -394,53 +415,49 @@ def _draft(options: UpOptions, shared: Mapping[str, Any]) -> _Draft:
                 f"--method is {method}, whose weights lie in the target's own checkpoint, and --draft is "
                 f"{options.draft}; leave out --draft"
             )
-        return _Draft(beside={"method": str(method)})
+        return _Drafting(beside={"method": str(method)})
     if checkpoint is None:
         return _unnamed_draft(options, method, shared)
     if (method or names.checkpoint_method(Path(checkpoint).expanduser())) in names.BOUND_METHODS:
-        return _Draft(beside={"draft_model": _check_model("--draft", str(Path(checkpoint).expanduser()))})
+        return _Drafting(beside={"draft_model": _check_model("--draft", str(Path(checkpoint).expanduser()))})
     if checkpoint == NO_DRAFT:
-        return _Draft()
+        return _Drafting()
     if checkpoint in names.MODEL_FREE_METHODS:
-        return _Draft({"method": checkpoint})
-    return _Draft({"model": _check_model("--draft", checkpoint)}, has_model=True)
+        return _Drafting({"method": checkpoint})
+    return _Drafting({"model": _check_model("--draft", checkpoint)}, has_model=True)
 
 
-def _unnamed_draft(options: UpOptions, method: str | None, shared: Mapping[str, Any]) -> _Draft:
+def _unnamed_draft(options: UpOptions, method: str | None, shared: Mapping[str, Any]) -> _Drafting:
     is_in_file = "speculative_method" in shared or "draft_model_path" in shared
     is_bound = method in names.BOUND_METHODS
     if is_bound and options.model == bundled.DEMO:
-        return _Draft(beside={"draft_model": str(bundled.demo_pair().head(str(method)))})
+        return _Drafting(beside={"draft_model": str(bundled.demo_pair().head(str(method)))})
     is_smollm2 = options.model == bundled.SMOLLM2 and not Path(bundled.SMOLLM2).is_dir()
     # vLLM shows a head nothing of its target
     is_free = method is None and not is_in_file and options.engine != "vllm"
     may_bring_head = is_smollm2 and (is_bound or is_free)
     if may_bring_head and (head := bundled.smollm2_head(method or SMOLLM2_METHOD)):
-        return _Draft(beside={"draft_model": str(head)})
+        return _Drafting(beside={"draft_model": str(head)})
     if is_bound:
         raise ConfigurationError(f"--method is {method}; name the folder of such a head with --draft")
     if is_in_file:
-        return _Draft({}, has_model=shared.get("speculative_method") not in names.MODEL_FREE_METHODS)
+        return _Drafting({}, has_model=shared.get("speculative_method") not in names.MODEL_FREE_METHODS)
     if method in names.MODEL_FREE_METHODS:
-        return _Draft({"method": str(method)})
+        return _Drafting({"method": str(method)})
     if options.model == bundled.DEMO:
-        return _Draft({"model": str(bundled.demo_pair().draft)}, has_model=True)
-    return _Draft({"method": names.SUFFIX})  # it needs no model
+        return _Drafting({"model": str(bundled.demo_pair().draft)}, has_model=True)
+    return _Drafting({"method": names.SUFFIX})  # it needs no model
 
 
 def _devices(options: UpOptions, shared: Mapping[str, Any]) -> dict[str, str]:
-
-    def device(option: str, name: object) -> str:
-        try:
-            return "" if name is None else names.as_torch(str(name))
-        except ValueError as error:
-            raise ConfigurationError(f"{option} is {str(name)!r}: {error}") from None
-
-    both = device("--device", options.device)
-    named = device("--draft-device", options.draft_device)
+    in_file = shared.get("draft_devices")
+    try:
+        draft = None if in_file is None else names.as_torch(str(in_file))
+    except ValueError as error:
+        raise ConfigurationError(f"draft_devices is {str(in_file)!r}; {error}") from None
     return {
-        "target": device("--target-device", options.target_device) or both,
-        "draft": named or device("draft_devices", shared.get("draft_devices")) or both,
+        "target": options.target_device or options.device,
+        "draft": options.draft_device or draft or options.device,
     }
 
 
@@ -452,17 +469,11 @@ def _shares(
     `devices` are those of both models; none where only the target has one.
     """
     shares = {"target": options.target_memory_utilization, "draft": options.draft_memory_utilization}
-    for name, share in shares.items():
-        if share is not None and not 0 < share <= 1:
-            raise ConfigurationError(
-                f"--{name}-memory-utilization is {share:g}; it must be above 0 and at most 1"
-            )
     places = {f"{device}:0" if device == "cuda" else device for device in devices.values()}
     if len(places) != 1 or places == {"cpu"}:
         return shares
     for name, default in SHARES.items():
-        prefixes = (f"TANDEM_{name.upper()}_", "TANDEM_")
-        is_set = any(os.environ.get(f"{prefix}DEVICE_MEMORY_UTILIZATION") for prefix in prefixes)
+        is_set = "device_memory_utilization" in _variables_of(_SERVICES[name], os.environ)
         is_in_file = name == "draft" and "device_memory_utilization" in shared
         if shares[name] is None and not is_set and not is_in_file:
             shares[name] = default

@@ -17,7 +17,7 @@ from tandem.acceptance.strategies import STRATEGIES
 from tandem.config import SpeculativeConfig
 from tandem.config import names as acceptance_names
 from tandem.config.names import METHODS, REFUSED_METHODS, REFUSED_OPTIONS, as_torch, inferred_method
-from tandem.config.options import ALIASES, flag
+from tandem.config.options import ALIASES, flag, unknown_option
 from tandem.config.origin import Origin
 from tandem.config.settings import FilledSettings, load_settings
 from tandem.errors import ConfigurationError
@@ -250,6 +250,17 @@ def test_unknown_elsewhere_or_twice(
     assert refusal(*ADDRESS, "--config-file", str(tmp_path / "c.toml"), *words) == sentence
 
 
+def test_an_option_with_two_letters_swapped_is_found() -> None:
+    known = {name: flag(name) for name in CoordinatorSettings.model_fields if len(name) <= 12}
+    assert "port" in known
+    for name in known:
+        for index in range(len(name) - 1):
+            swapped = name[:index] + name[index + 1] + name[index] + name[index + 2 :]
+            if swapped != name:
+                sentence = f"{flag(swapped)} is not an option; did you mean {flag(name)}?"
+                assert unknown_option(flag(swapped), known) == sentence
+
+
 # ---- all at once
 
 
@@ -362,7 +373,8 @@ def test_show_prints_the_named_options() -> None:
     }
     assert COMMANDS.succeed("config", "show", "relaxed_topk", "--output=yaml").startswith("relaxed_topk:")
     assert COMMANDS.fail(2, "config", "show", "no_such_option") == "there is no option no_such_option"
-    assert "'xml' is not one of 'table', 'json', 'yaml'" in COMMANDS.fail(2, "config", "show", "-o", "xml")
+    sentence = "--output is xml; it must be 'table', 'json' or 'yaml'"
+    assert COMMANDS.fail(2, "config", "show", "-o", "xml") == sentence
 
 
 def test_check_takes_json(tmp_path: Path) -> None:

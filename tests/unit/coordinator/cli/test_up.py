@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -263,22 +262,22 @@ OTHER = ("--target", str(DEMO_TARGET))
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--device", "tpu"), "--device is 'tpu': it must be cpu, cuda, cuda:N, gpu or gpu:N"),
-        (("--target-device", "tpu"), "--target-device is 'tpu': it must be cpu, cuda, cuda:N, gpu or gpu:N"),
-        (("--draft-devices", "0"), "--draft-device is '0': it must be cpu, cuda, cuda:N, gpu or gpu:N"),
-        (("--dtype", "int8"), "'--dtype': 'int8' is not one of 'auto', 'float32', 'bfloat16'"),
+        (("--device", "tpu"), "--device is 'tpu'; it must be cpu, cuda, cuda:N, gpu or gpu:N"),
+        (("--target-device", "tpu"), "--target-device is 'tpu'; it must be cpu, cuda, cuda:N, gpu or gpu:N"),
+        (("--draft-devices", "0"), "--draft-device is '0'; it must be cpu, cuda, cuda:N, gpu or gpu:N"),
+        (("--dtype", "int8"), "--dtype is int8; it must be 'auto', 'float32', 'bfloat16' or 'float16'"),
         (("--target", "no/such/folder"), "--target is no/such/folder; there is no such folder"),
         (("--model", "demo", "--target", "x"), "--model is demo and --target is x, which both name the target"),
         (("--model", "smollm3"), "--model is smollm3; there is no such folder"),
         (("--draft", "nagram"), "a Hugging Face id, or ngram, suffix, none"),
         (("--draft", "setup.py", "--target", "pyproject.toml"), "--target is pyproject.toml; a file is there"),
-        (("--chat-template", "no-such.jinja"), "'--chat-template': file 'no-such.jinja' does not exist"),
+        (("--chat-template", "no-such.jinja"), "--chat-template is no-such.jinja: path does not point to a file"),
         (("--config-file", "no-such.toml"), "no-such.toml"),
         ((*OTHER, "--method", "eagle3"), "--method is eagle3; name the folder of such a head with --draft"),
         ((*OTHER, "--method", "lookahead"),
-            "--method is lookahead; it must be one of standalone, ngram, suffix, eagle, eagle3, medusa, mtp, dflash"),
-        ((*OTHER, "--method", "ngram_gpu"), "--method is ngram_gpu; it is not available in this version: prompt lookup "
-            "needs no GPU here; use ngram"),
+            "--method is 'lookahead'; it must be one of standalone, ngram, suffix, eagle, eagle3, medusa, mtp, dflash"),
+        ((*OTHER, "--method", "ngram_gpu"),
+            "--method is 'ngram_gpu'; it is not available in this version: prompt lookup needs no GPU here; use ngram"),
         ((*OTHER, "--method", "mtp", "--draft", "somewhere"),
             "--method is mtp, whose weights lie in the target's own checkpoint"),
         (("--target-memory-utilization", "1.5"), "is 1.5; it must be above 0 and at most 1"),
@@ -312,6 +311,7 @@ def on(*values: object) -> dict[str, Any]:
         # The environment is stronger than the default.
         (on("cuda:1"), "TANDEM_TARGET_DEVICE_MEMORY_UTILIZATION", ("cuda:1", "cuda:1"), (0.4, 0.25)),
         (on("cuda:1"), "TANDEM_DRAFT_DEVICE_MEMORY_UTILIZATION", ("cuda:1", "cuda:1"), (0.65, 0.4)),
+        (on("cuda:1"), "TANDEM_TARGET_GPU_MEMORY_UTILIZATION", ("cuda:1", "cuda:1"), (0.4, 0.25)),
         (on("cuda:1"), "TANDEM_DEVICE_MEMORY_UTILIZATION", ("cuda:1", "cuda:1"), (0.4, 0.4)),
     ],
 )
@@ -373,6 +373,8 @@ def test_lengths_that_differ_are_known_before_the_models_are_loaded(shorter: Pat
     assert lengths(model="demo") == lengths(model="demo", draft="ngram") == lengths(target=draft) == ()
     assert lengths(model="demo", draft=draft, max_length=64) == ()
     assert lengths({"TANDEM_DRAFT_MAX_LENGTH": "64"}, model="demo", draft=draft) == ()
+    assert lengths({"TANDEM_TARGET_MAX_MODEL_LEN": "64"}, model="demo", draft=draft) == ()
+    assert lengths({"TANDEM_COORDINATOR_MAX_LENGTH": "64"}, model="demo", draft=draft) == (1024, 512)
     file = tmp_path / "tandem.json"
     file.write_text(json.dumps({"draft_model_path": draft}))
     assert lengths(model="demo", config_file=file) == (1024, 512)
@@ -527,7 +529,7 @@ def test_an_option_arrives_from_every_source(
         assert outcome(cls, name, words) == by_flag
 
 
-@pytest.mark.parametrize("name", [each.name for each in fields(UpOptions)])
+@pytest.mark.parametrize("name", list(UpOptions.model_fields))
 def test_a_flag_of_up_reaches_a_service(name: str, tmp_path: Path) -> None:
     file = tmp_path / "file.json"
     file.write_text("{}")
@@ -542,6 +544,7 @@ def test_a_flag_of_up_reaches_a_service(name: str, tmp_path: Path) -> None:
         "draft_ahead": "off",
     }
     values |= {"chat_template": file, "config_file": file, "http": False, "insecure": True}
+    values |= {"generation_config": "vllm", "override_generation_config": "{}"}
     values |= {"log_level": "debug", "served_model_name": "name", "host": "127.0.0.2"}
     if name == "api_key":
         return  # goes by the environment

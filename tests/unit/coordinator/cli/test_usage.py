@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tandem import __version__
 from tandem_coordinator.cli import audit
-from tandem_coordinator.cli.connection import Contexts, read_contexts
+from tandem_coordinator.cli.connection import Connection, Contexts, read_contexts
 from tandem_coordinator.cli.main import VERBS, app
 from tests.commands import Commands
 
@@ -30,14 +30,34 @@ from tests.commands import Commands
         (("serve", "coordinater"), "there is no service 'coordinater'; did you mean coordinator?"),
         (("logs", "-f"), "each service writes its log to standard error"),
         (("admin", "statsu"), "did you mean"),
-        (("admin", "status", "--adress", "x"), "no such option: --adress"),
+        (("admin", "status", "--adress", "x"), "--adress is not an option; did you mean --address?"),
+        (("admin", "status", "--outptu", "json"), "--outptu is not an option; did you mean --output?"),
+        (("admin", "status", "--addr=x:1"), "--addr is not an option; did you mean --address?"),
+        (("admin", "replicas", "show", "--jsno"), "--jsno is not an option; did you mean --json?"),
+        (("admin", "status", "-z"), "no such option: -z"),
         (("admin", "status", "more"), "unexpected extra argument"),
-        (("admin", "status", "-o", "xml"), "'xml' is not one of 'table', 'json', 'yaml'"),
+        (("admin", "status", "-o", "xml"), "--output is xml; it must be 'table', 'json' or 'yaml'"),
         (("admin", "replicas", "show"), "missing argument 'ADDRESS'"),
-        (("admin", "stats", "--watch", "--count", "0"), "--count"),
-        (("generate", "x", "--top-k", "many"), "--top-k"),
-        (("generate", "x", "--no-such-option"), "--no-such-option"),
-        (("up", "--threads", "x"), "--threads"),
+        (("admin", "stats", "--watch", "--count", "0"), "--count is 0; it must be at least 1"),
+        (("generate", "x", "--top-k", "many"), "--top-k is 'many'; it must be an integer"),
+        (("generate", "x", "--no-such-option"), "--no-such-option is not an option"),
+        (("generate", "x", "--top-k"), "option '--top-k' requires an argument"),
+        (("generate", "x", "--logit-bias", "5:1", "--logit-bias", "5"),
+            "--logit-bias is '5'; it must be ID:BIAS, such as 5:-1.5"),
+        (("generate", "x", "--stop-token-id", "x"), "--stop-token-id is 'x'; it must be an integer"),
+        (("generate", "x", "--row-kind", "rows"), "--row-kind is rows; it must be 'token', 'support' or 'dense'"),
+        (("generate", "--prompt-token-ids", "1,x"), "--prompt-token-ids is '1,x'; it must be integers: 1,2,3"),
+        (("generate", "--prompt-file", "x", "y"), "2 prompts were given; give exactly one of PROMPT, --prompt-file"),
+        (("generate", "--prompt-token-ids", "1", "--chat"), "--prompt-token-ids and --chat are both given"),
+        (("generate", "x", "--system", "y"), "--system is given and --chat is not"),
+        (("plan", "--verify-ms", "5"), "--verify-ms was given without --draft-step-ms and --acceptance"),
+        (("plan", "--verify-ms", "nan"), "--verify-ms is nan; it must be"),
+        (("plan", "--target", "demo", "--device", "abacus"), "--device is 'abacus'; it must be cpu, cuda, cuda:N"),
+        (("plan", "--batch", "0"), "--batch is '0'; it must be numbers from 1 to 4096"),
+        (("plan", "--acceptance", "2"), "--acceptance is '2'; it must be rates between 0 and 1"),
+        (("context", "set", "here", "--address", "nowhere"), "--address is 'nowhere'; it must be host:port"),
+        (("up", "--threads", "x"), "--threads is 'x'; it must be an integer"),
+        (("up", "--log-level", "loud"), "--log-level is loud; it must be 'debug', 'info', 'warning' or 'error'"),
         (("admin", "status", "--address", "nowhere"), "address is 'nowhere'; it must be host:port"),
         (
             ("generate", "x", "--address", "https://host:50051/"),
@@ -45,7 +65,7 @@ from tests.commands import Commands
             "--tls where the coordinator has a certificate",
         ),
         (("admin", "status", "--address", "http://127.0.0.1:8000"), "without http://, for instance '127.0.0.1:8000'"),
-        (("generate", "x", "-n", "0"), "-n"),
+        (("generate", "x", "-n", "0"), "-n is 0; it must be at least 1"),
         (("serve", "draft"), "--method ngram and --method suffix need none"),
         (("serve", "target"), "--model is missing"),
         (("serve", "target", "--model", "x", "--tensor-parallel-size", "2"),
@@ -62,6 +82,66 @@ def test_a_wrong_call_has_one_sentence(commands: Commands, words: tuple[str, ...
     assert sentence.lower() in commands.fail(2, *words).lower()
 
 
+def test_faults_of_all_groups_of_a_verb_are_told_in_one_answer(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_CLIENT_TIMEOUT", "soon")
+    words = (
+        "generate",
+        "x",
+        "--temprature",
+        "1",
+        "--top-k",
+        "many",
+        "-n",
+        "0",
+        "--address",
+        "nowhere",
+        "--chta",
+    )
+    assert commands.fail(2, *words).split("; ") == [
+        "--temprature is not an option",
+        "did you mean --temperature?",
+        "--chta is not an option",
+        "did you mean --chat?",
+        "--top-k is 'many'",
+        "it must be an integer",
+        "-n is 0",
+        "it must be at least 1",
+        "--address is 'nowhere'",
+        "it must be host:port, for instance 127.0.0.1:50051",
+        "TANDEM_CLIENT_TIMEOUT is 'soon'",
+        "it must be a number",
+    ]
+
+
+def test_an_option_is_read_from_the_environment_where_its_help_says_so(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = " ".join(commands.succeed("context", "list", "--help").split())
+    assert "[env var: TANDEM_CLIENT_OUTPUT; default: table]" in shown
+    assert shown.count("TANDEM_") == 1
+    monkeypatch.setenv("TANDEM_CLIENT_AS_JSON", "true")
+    assert "NAME" in commands.succeed("context", "list")
+    monkeypatch.setenv("TANDEM_CLIENT_OUTPUT", "json")
+    assert commands.succeed("context", "list") == "[]\n"
+    assert commands.succeed("context", "list", "-o", "yaml") == "[]\n"
+    monkeypatch.setenv("TANDEM_CLIENT_OUTPUT", "xml")
+    sentence = "is xml; it must be 'table', 'json' or 'yaml'"
+    assert commands.fail(2, "context", "list") == f"TANDEM_CLIENT_OUTPUT {sentence}"
+    assert commands.fail(2, "context", "list", "-o", "toml") == f"--output {sentence.replace('xml', 'toml')}"
+    monkeypatch.setenv("TANDEM_CLIENT_OUTPUT", "")
+    assert "NAME" in commands.succeed("context", "list")
+
+
+def test_a_token_of_the_command_line_is_stronger_than_a_file_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TANDEM_CLIENT_TOKEN_FILE", str(tmp_path / "token"))
+    assert Connection().token_file == tmp_path / "token"
+    assert Connection(token="of the command line").token_file is None
+
+
 def test_a_group_alone_shows_its_help(commands: Commands) -> None:
     for words in ((), ("admin",), ("context",)):
         ran = commands.run(*words)
@@ -76,17 +156,26 @@ def test_version_prints_the_version(commands: Commands) -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_shell_completes_verbs(shell: str) -> None:
+    shown = completed(shell, "tandem admin re")
+    assert "replicas" in shown
+    assert "requests" in shown
+    assert "status" not in shown
+
+
+def test_the_shell_completes_an_options_values() -> None:
+    assert completed("bash", "tandem context list --output ").split() == ["table", "json", "yaml"]
+    assert completed("bash", "tandem generate --row-kind s").split() == ["support"]
+
+
+def completed(shell: str, words: str) -> str:
     environment = {
         "_TANDEM_COMPLETE": f"complete_{shell}",
-        "COMP_WORDS": "tandem admin re",
-        "COMP_CWORD": "2",
-        "_TYPER_COMPLETE_ARGS": "tandem admin re",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+        "_TYPER_COMPLETE_ARGS": words,
         "_TYPER_COMPLETE_FISH_ACTION": "get-args",
     }
-    result = CliRunner().invoke(app, [], env=environment, prog_name="tandem")
-    assert "replicas" in result.stdout
-    assert "requests" in result.stdout
-    assert "status" not in result.stdout
+    return CliRunner().invoke(app, [], env=environment, prog_name="tandem").stdout
 
 
 @pytest.mark.parametrize("words", ["", *VERBS, "config check", "admin stats", "context set"])

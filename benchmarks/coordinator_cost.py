@@ -11,7 +11,6 @@ with this one's; that checkout has an environment of its own in `.venv`.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
@@ -21,17 +20,18 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import grpc
 import grpc.aio
 import uvloop
 
 from benchmarks.messages import TOKEN_IDS, round_of
+from tandem.config.settings import load_settings
 from tandem.model.types import RowKind
 from tandem.v1 import draft_pb2, generation_pb2, target_pb2
 from tandem.wire import draft, target
-from tandem_load.common import study_parser
+from tandem_load.common import Positive, StudySettings, one_sentence
 
 HERE = Path(__file__).resolve().parents[1]
 ACCEPTANCE = 0.72
@@ -41,15 +41,21 @@ STUB_ROUNDS = 300
 CONFIDENCE = 0.95
 
 
-class Options(argparse.Namespace):
-    """The command line."""
+class CostSettings(StudySettings):
+    """Options of the measurement."""
 
-    streams: int
-    rule: str
-    pairs: int
-    output_tokens: int
-    against: Path | None
-    stub: str
+    streams: Positive = 64
+    """Requests at once."""
+    rule: Literal["greedy", "residual"] = "greedy"
+    """Acceptance rule of the requests."""
+    pairs: Positive = 1
+    """Runs of each."""
+    output_tokens: Positive = 200
+    """Tokens of a request."""
+    against: Path | None = None
+    """Folder of another checkout."""
+    stub: str = ""
+    """HOST:PORT of an echo. The measurement starts itself with it, to play the stub."""
 
 
 class Pair(NamedTuple):
@@ -69,28 +75,22 @@ class Pair(NamedTuple):
 
 def main() -> None:
     """Measure, and print a table; as a stub, play the coordinator."""
-    parser = study_parser(__doc__)
-    parser.add_argument("--streams", type=int, default=64, help="requests at once [default: 64]")
-    parser.add_argument("--rule", choices=("greedy", "residual"), default="greedy", help="[default: greedy]")
-    parser.add_argument("--pairs", type=int, default=1, help="runs of each [default: 1]")
-    parser.add_argument("--output-tokens", type=int, default=200, help="of a request [default: 200]")
-    parser.add_argument("--against", type=Path, help="another checkout")
-    parser.add_argument("--stub", default="", help=argparse.SUPPRESS)
-    options = parser.parse_args(namespace=Options())
-    if options.stub:
-        uvloop.run(_play_coordinator(options))
-    else:
-        sys.stdout.write(uvloop.run(_measure(options)))
+    with one_sentence():
+        settings = load_settings(CostSettings, sys.argv[1:], "python -m benchmarks.coordinator_cost")
+        if settings.stub:
+            uvloop.run(_play_coordinator(settings))
+        else:
+            sys.stdout.write(uvloop.run(_measure(settings)))
 
 
-async def _measure(options: Options) -> str:
+async def _measure(settings: CostSettings) -> str:
     pairs: list[Pair] = []
-    for index in range(options.pairs):
-        stub = await measure_stub(options)
-        checkouts = [HERE] if options.against is None else [HERE, options.against.resolve()]
+    for index in range(settings.pairs):
+        stub = await measure_stub(settings)
+        checkouts = [HERE] if settings.against is None else [HERE, settings.against.resolve()]
         if index % 2:
             checkouts.reverse()
-        found = {checkout: await measure_coordinator(checkout, options) for checkout in checkouts}
+        found = {checkout: await measure_coordinator(checkout, settings) for checkout in checkouts}
         here, speed = found.pop(HERE)
         there = next((cost for cost, _ in found.values()), None)
         pairs.append(Pair(stub, here, there, speed))
@@ -142,15 +142,15 @@ def median_interval(ordered: Sequence[float]) -> tuple[float, float]:
 # ---- a coordinator before scripted services
 
 
-async def measure_coordinator(checkout: Path, options: Options) -> tuple[float, float]:
+async def measure_coordinator(checkout: Path, settings: CostSettings) -> tuple[float, float]:
     """Microseconds of a core for a token, and tokens per second, of a checkout's coordinator that has just started."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "load.json"
         process = await asyncio.create_subprocess_exec(
             checkout / ".venv" / "bin" / "tandem",
-            *("bench", "--clients", str(options.streams), "--requests", str(2 * options.streams)),
-            *("--prompt-tokens", "64", "--output-tokens", str(options.output_tokens)),
-            *("--rule", options.rule, "--acceptance", str(ACCEPTANCE), "--json", str(result)),
+            *("bench", "--clients", str(settings.streams), "--requests", str(2 * settings.streams)),
+            *("--prompt-tokens", "64", "--output-tokens", str(settings.output_tokens)),
+            *("--rule", settings.rule, "--acceptance", str(ACCEPTANCE), "--json", str(result)),
             cwd=checkout,
             stdout=asyncio.subprocess.DEVNULL,
         )
@@ -183,9 +183,9 @@ CHUNK = generation_pb2.GenerateResponse(
 """What a client gets of a round."""
 
 
-def _messages(options: Options) -> Messages:
-    row_kind = RowKind.TOKEN if options.rule == "greedy" else RowKind.SUPPORT
-    nouns = round_of(row_kind, options.streams)
+def _messages(settings: CostSettings) -> Messages:
+    row_kind = RowKind.TOKEN if settings.rule == "greedy" else RowKind.SUPPORT
+    nouns = round_of(row_kind, settings.streams)
     return Messages(
         question=draft.requests_to_proto(nouns.questions),
         proposals=draft.answers_to_proto(nouns.proposals),
@@ -194,9 +194,9 @@ def _messages(options: Options) -> Messages:
     )
 
 
-async def measure_stub(options: Options) -> float:
+async def measure_stub(settings: CostSettings) -> float:
     """Microseconds of a core for a token that a process takes which only sends and reads messages."""
-    messages = _messages(options)
+    messages = _messages(settings)
     server = grpc.aio.server()
     handlers = {"draft": _echo(messages.proposals), "target": _echo(messages.verifications)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("echo", handlers),))
@@ -204,14 +204,14 @@ async def measure_stub(options: Options) -> float:
     await server.start()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "benchmarks.coordinator_cost", "--stub", f"127.0.0.1:{port}"),
-        *("--streams", str(options.streams), "--rule", options.rule),
+        *("--streams", str(settings.streams), "--rule", settings.rule),
         cwd=HERE,
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
     try:
         address = (await process.stdout.readline()).decode().strip()
-        clients = [asyncio.create_task(_read_chunks(address)) for _ in range(options.streams)]
+        clients = [asyncio.create_task(_read_chunks(address)) for _ in range(settings.streams)]
         await asyncio.gather(*clients)
         seconds = float(await process.stdout.readline())
         await process.wait()
@@ -219,7 +219,7 @@ async def measure_stub(options: Options) -> float:
         if process.returncode is None:
             process.kill()
         await server.stop(None)
-    return 1e6 * seconds / (STUB_ROUNDS * options.streams * TOKENS_PER_ROUND)
+    return 1e6 * seconds / (STUB_ROUNDS * settings.streams * TOKENS_PER_ROUND)
 
 
 def _echo(answer: Any) -> Any:
@@ -240,16 +240,16 @@ async def _read_chunks(address: str) -> None:
             pass
 
 
-async def _play_coordinator(options: Options) -> None:
+async def _play_coordinator(settings: CostSettings) -> None:
     """Take rounds with an echo for as many clients; print an address, and the processor seconds in the end."""
-    messages = _messages(options)
+    messages = _messages(settings)
     rounds: list[asyncio.Queue[bool]] = []
     is_complete = asyncio.Event()
 
     async def generate(_request: bytes, _context: object) -> AsyncIterator[generation_pb2.GenerateResponse]:
         waiting: asyncio.Queue[bool] = asyncio.Queue()
         rounds.append(waiting)
-        if len(rounds) == options.streams:
+        if len(rounds) == settings.streams:
             is_complete.set()
         while await waiting.get():
             yield CHUNK
@@ -264,7 +264,7 @@ async def _play_coordinator(options: Options) -> None:
     sys.stdout.write(f"127.0.0.1:{port}\n")
     sys.stdout.flush()
     await is_complete.wait()
-    async with grpc.aio.insecure_channel(options.stub) as channel:
+    async with grpc.aio.insecure_channel(settings.stub) as channel:
         ask = channel.stream_stream(
             "/echo/draft",
             draft_pb2.ProposeRequest.SerializeToString,

@@ -10,19 +10,25 @@ are a millisecond wide, four times what a network between two machines of a rack
 
 from __future__ import annotations
 
-import argparse
 import queue
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TextIO
 
+from pydantic import BeforeValidator, Field
+from pydantic_settings import CliUnknownArgs, SettingsConfigDict
+
+from tandem.config.rule import Rules, rule
+from tandem.config.settings import load_settings
 from tandem.serving.standard_streams import write_out
+from tandem.telemetry.logs import LogLevel
+from tandem_load.common import StudySettings, one_sentence
 
 if TYPE_CHECKING:
     from tandem.engine.core.jobs import StepRecord
@@ -56,7 +62,7 @@ class Pace:
         except ValueError:
             numbers = []
         if len(numbers) not in (2, 3) or min(numbers[:2]) <= 0.0 or min(numbers) < 0.0:
-            raise ValueError("must be VERIFY_MS,DRAFT_STEP_MS or VERIFY_MS,DRAFT_STEP_MS,PER_8_ROWS")
+            raise ValueError("it must be VERIFY_MS,DRAFT_STEP_MS or VERIFY_MS,DRAFT_STEP_MS,PER_8_ROWS")
         return Pace(numbers[0] / 1e3, numbers[1] / 1e3, *numbers[2:])
 
     def seconds(self, role: str, tokens: int) -> float:
@@ -143,23 +149,59 @@ def _write(sink: socket.socket, chunks: queue.SimpleQueue[tuple[float, bytes]]) 
             sink.sendall(data)
 
 
+@rule("A service has a pace.")
+def _pace(settings: PaceSettings) -> Iterator[str]:
+    if settings.role != "delay" and settings.pace is None:
+        yield f"role is {settings.role}; it needs --pace"
+
+
+class PaceSettings(StudySettings):
+    """Run a model service whose steps take as long as on another machine, or a connection that is longer."""
+
+    model_config = SettingsConfigDict(cli_ignore_unknown_args=True)
+
+    env_prefix: ClassVar = "TANDEM_PACE_"
+
+    role: Literal["target", "draft", "delay"]
+    """The service, which gets all other options; or delay, a longer connection."""
+    pace: Annotated[Pace, BeforeValidator(Pace.from_text)] | None = None
+    """VERIFY_MS,DRAFT_STEP_MS[,PER_8_ROWS]: minimum duration of steps."""
+    steps: Path | None = None
+    """File that each step is noted in."""
+    arguments: CliUnknownArgs
+    """The other words."""
+
+    own_rules: ClassVar[Rules] = (_pace,)
+
+
+class DelaySettings(StudySettings):
+    """Hold back what passes to and from a server."""
+
+    env_prefix: ClassVar = "TANDEM_DELAY_"
+
+    to: str
+    """HOST:PORT of the server."""
+    ms: float = Field(ge=0)
+    """Milliseconds of delay, one way."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port to listen on; 0 takes any free one."""
+    log_level: LogLevel = "warning"
+    """Without effect: services are started with it."""
+
+
 def main(arguments: list[str]) -> None:
     """Serve until a signal ends the process."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    parser.add_argument("--role", choices=("target", "draft", "delay"), required=True)
-    parser.add_argument("--pace", type=Pace.from_text)
-    parser.add_argument("--steps", type=partial(open, mode="a", buffering=1))
-    options, others = parser.parse_known_args(arguments)
-    if options.role != "delay":
-        run_paced(options.role, options.pace, others, options.steps)
-        return
-    parser.add_argument("--to", required=True)
-    parser.add_argument("--ms", type=float, required=True)
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--log-level")  # as the services are started
-    options = parser.parse_args(arguments)
-    with suppress(KeyboardInterrupt):
-        delay(options.to, options.ms / 1e3, options.port)
+    program = "python -m benchmarks.pace"
+    with one_sentence():
+        settings = load_settings(PaceSettings, arguments, program)
+        if settings.role == "delay":
+            way = load_settings(DelaySettings, settings.arguments, program)
+            with suppress(KeyboardInterrupt):
+                delay(way.to, way.ms / 1e3, way.port)
+            return
+        assert settings.pace is not None, "a rule"
+        steps = None if settings.steps is None else settings.steps.open("a", buffering=1)
+        run_paced(settings.role, settings.pace, settings.arguments, steps)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ with the weights that the others have, those rounded to bfloat16, so what differ
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
@@ -22,13 +23,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.steps import Steps
+from tandem.config.settings import load_settings
 from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.loading import load_model
 from tandem.model.types import FloatArray
 from tandem.model_sources.bundled import DEMO, demo_pair
 from tandem.model_sources.find import find_model
-from tandem_load.common import study_parser
+from tandem_load.common import Positive, StudySettings, one_sentence
 
 SHORTEST, LONGEST = 30, 100
 """Tokens of a prompt."""
@@ -105,11 +107,23 @@ def table(name: str, folder: Path, count: int) -> Table:
     return result
 
 
+class ExactnessSettings(StudySettings):
+    """Options of the measurement."""
+
+    model: str = DEMO
+    """A folder, demo or smollm2."""
+    prompts: Positive = 200
+    """Prompts to read."""
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    with one_sentence():
+        settings = load_settings(ExactnessSettings, sys.argv[1:], "python -m benchmarks.studies.exactness")
+        torch.set_num_threads(1)
+        folder = demo_pair().target if settings.model == DEMO else find_model(settings.model)
+        Console(highlight=False).print(table(settings.model, folder, settings.prompts))
+
+
 if __name__ == "__main__":
-    parser = study_parser(__doc__)
-    parser.add_argument("--model", default=DEMO, help="a folder, demo or smollm2")
-    parser.add_argument("--prompts", type=int, default=200)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    folder = demo_pair().target if arguments.model == DEMO else find_model(arguments.model)
-    Console(highlight=False).print(table(arguments.model, folder, arguments.prompts))
+    main()

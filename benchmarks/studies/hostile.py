@@ -12,30 +12,35 @@ has stalled a second later. How long all of that takes is up to the machine; how
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
 import re
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from functools import partial
 from itertools import pairwise
+from typing import Literal
 
 import grpc
 import httpx2
 import numpy as np
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
 
 from tandem.clients.admin_client import AdminClient
 from tandem.clients.client import Client, as_message
+from tandem.config.settings import load_settings
 from tandem.model.types import GenerationRequest
 from tandem.model_sources.bundled import DEMO
 from tandem.serving.standard_streams import write_out
+from tandem.telemetry.logs import LogLevel
 from tandem.v1.generation_pb2_grpc import GenerationServiceStub
 from tandem_coordinator.settings.coordinator import MAX_CHAT_MESSAGES
-from tandem_load.common import free_port, service, study_parser
+from tandem_load.common import Listed, StudySettings, free_port, one_sentence, service
 
 CLIENTS = 64
 """A quarter of the requests that a coordinator runs by default."""
@@ -235,6 +240,8 @@ async def _stall_grpc(address: str, port: int) -> None:
         await asyncio.Event().wait()
 
 
+Attack = Literal["inputs", "http-readers", "http-readers-of-many-addresses", "grpc-readers"]
+
 _ATTACKS: dict[str, Callable[[str, int], Coroutine[None, None, None]]] = {
     "inputs": _send_inputs,
     "http-readers": _stall_http,
@@ -243,26 +250,37 @@ _ATTACKS: dict[str, Callable[[str, int], Coroutine[None, None, None]]] = {
 }
 
 
-async def main(options: argparse.Namespace) -> None:
+class HostileSettings(StudySettings):
+    """Options of the measurements."""
+
+    kind: CliPositionalArg[Listed[Attack]] = ()
+    """Attacks to measure. By default all of them."""
+    seconds: float = Field(default=20.0, gt=0)
+    """Duration of each measurement of inputs."""
+    attack: Listed[str] = ()
+    """KIND HOST:PORT HTTP_PORT. The measurement starts itself with these, to play the clients that mean harm."""
+    port: int = 0
+    """Without effect: services are started with it."""
+    log_level: LogLevel = "warning"
+    """Likewise."""
+
+
+async def main(settings: HostileSettings) -> None:
     """Measure each kind with services of its own, and print a line for each figure."""
-    for kind in options.kind or _ATTACKS:
+    for kind in settings.kind or _ATTACKS:
         port = free_port()
         async with service("tandem", "up", "--model", DEMO, "--http-port", str(port)) as address:
             is_inputs = kind == "inputs"
-            lines = _inputs(address, port, options.seconds) if is_inputs else _readers(kind, address, port)
+            lines = _inputs(address, port, settings.seconds) if is_inputs else _readers(kind, address, port)
             async for line in lines:
                 write_out(f"{line}\n")
 
 
 if __name__ == "__main__":
-    parser = study_parser(__doc__)
-    parser.add_argument("kind", nargs="*", choices=[*_ATTACKS, []], help="all of them by default")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement of inputs")
-    for option, values in (("--attack", 3), ("--port", None), ("--log-level", None)):
-        parser.add_argument(option, nargs=values, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.attack:
-        kind, address, port = options.attack
-        asyncio.run(_ATTACKS[kind](address, int(port)))
-    else:
-        asyncio.run(main(options))
+    with one_sentence():
+        settings = load_settings(HostileSettings, sys.argv[1:], "python -m benchmarks.studies.hostile")
+        if settings.attack:
+            kind, address, port = settings.attack
+            asyncio.run(_ATTACKS[kind](address, int(port)))
+        else:
+            asyncio.run(main(settings))

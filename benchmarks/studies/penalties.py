@@ -9,18 +9,19 @@ while this lasts. Acceptance depends on no clock.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.pairs import held_out_prompts
 from tandem.clients.admin_client import AdminClient
 from tandem.clients.client import DEFAULT_ADDRESS, Client
+from tandem.config.settings import load_settings
 from tandem.model.types import ChatMessage
 from tandem.serving.standard_streams import write_out
 from tandem_coordinator.stats.speculation import acceptance_rate, summed, tokens_per_pass
-from tandem_load.common import study_parser
+from tandem_load.common import Positive, StudySettings, one_sentence
 
 PENALTIES: Sequence[dict[str, float]] = (
     {},
@@ -41,29 +42,42 @@ QUESTIONS = (
 TEMPERATURES = (0.0, 0.8)
 
 
-async def main(options: argparse.Namespace) -> None:
+class PenaltySettings(StudySettings):
+    """Options of the measurement."""
+
+    address: str = DEFAULT_ADDRESS
+    """HOST:PORT of the coordinator."""
+    prompts: Positive = 6
+    """Prompts to complete."""
+    max_tokens: Positive = 96
+    """Tokens of each completion."""
+    chat: bool = False
+    """Ask questions by the model's chat template, for a model that chats."""
+
+
+async def main(settings: PenaltySettings) -> None:
     """Measure, and print a table in Markdown."""
-    async with Client(options.address) as client, AdminClient(options.address) as admin:
-        prompts: Sequence[Any] = [text for _, text in held_out_prompts(options.prompts)]
-        if options.chat:
+    async with Client(settings.address) as client, AdminClient(settings.address) as admin:
+        prompts: Sequence[Any] = [text for _, text in held_out_prompts(settings.prompts)]
+        if settings.chat:
             prompts = [
                 await client.chat_prompt([ChatMessage("user", question)])
-                for question in QUESTIONS[: options.prompts]
+                for question in QUESTIONS[: settings.prompts]
             ]
         await admin.update_config({"speculation_policy": "fixed"})
         try:
-            await _measure(client, prompts, options)
+            await _measure(client, prompts, settings)
         finally:
             await admin.update_config({}, ["speculation_policy"])
 
 
-async def _measure(client: Client, prompts: Sequence[Any], options: argparse.Namespace) -> None:
+async def _measure(client: Client, prompts: Sequence[Any], settings: PenaltySettings) -> None:
     _print_row("temperature", "penalty", "proposed", "accepted", "tokens a pass")
     _print_row(*["---"] * 5)
     for temperature in TEMPERATURES:
         for penalty in PENALTIES:
             asked: dict[str, Any] = {
-                "max_tokens": options.max_tokens,
+                "max_tokens": settings.max_tokens,
                 "temperature": temperature,
                 "rejection_sampling_strategy": "block",
                 "num_speculative_tokens": 4,
@@ -89,10 +103,6 @@ def _print_row(*cells: object) -> None:
 
 
 if __name__ == "__main__":
-    parser = study_parser(__doc__)
-    add = parser.add_argument
-    add("--address", default=DEFAULT_ADDRESS)
-    add("--prompts", type=int, default=6)
-    add("--max-tokens", type=int, default=96)
-    add("--chat", action="store_true", help="questions by the model's chat template, for a model that chats")
-    asyncio.run(main(parser.parse_args()))
+    with one_sentence():
+        settings = load_settings(PenaltySettings, sys.argv[1:], "python -m benchmarks.studies.penalties")
+        asyncio.run(main(settings))

@@ -9,27 +9,29 @@ temperature 0 and 1, 32 at once, checked by the package jsonschema. A pass is th
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import cycle
 from random import Random
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jsonschema
+from pydantic import Field
 
 from benchmarks.pairs import DEMO
 from tandem.clients.client import Client, Completed
+from tandem.config.settings import load_settings
 from tandem.errors import TandemError
 from tandem.model.types import FinishReason, Grammar, GrammarKind
 from tandem.serving.standard_streams import write_out
-from tandem_load.common import free_port, process, study_parser
+from tandem_load.common import Listed, Positive, StudySettings, free_port, one_sentence, process
 
 SCHEMAS = 50
 AT_ONCE = 32
@@ -83,30 +85,45 @@ PAIRS: dict[str, dict[str, tuple[str, ...]]] = {
 """Options of the target and of the draft."""
 
 
+class StructuredSettings(StudySettings):
+    """Options of the measurement."""
+
+    pair: Literal["demo", "smollm2"] = "demo"
+    """smollm2: SmolLM2-135M-Instruct, drafts by suffix."""
+    answers: Positive = 1000
+    """Answers of each temperature."""
+    max_tokens: Positive = 400
+    """Maximum tokens of an answer."""
+    temperatures: Listed[Annotated[float, Field(ge=0)]] = (0.0, 1.0)
+    """Temperatures of the answers."""
+    kill: float | None = Field(default=None, gt=0)
+    """Two replicas of each, one killed so many seconds after all are ready."""
+
+
 @asynccontextmanager
-async def cluster(options: argparse.Namespace, kills: Counter[str]) -> AsyncIterator[Client]:
+async def cluster(settings: StructuredSettings, kills: Counter[str]) -> AsyncIterator[Client]:
     """Run a coordinator over replicas of the pair, and kill one after the other, counted by role; its client."""
     async with AsyncExitStack() as stack:
 
         async def started(role: str, port: int) -> tuple[AsyncExitStack, int]:
             """Start a replica, and wait until it is ready; what ends it, and its process id."""
             bounds = ("--max-length", "1024", "--max-sequences", str(AT_ONCE))
-            running = process(f"tandem_{role}", *PAIRS[options.pair][role], *bounds, port=port)
+            running = process(f"tandem_{role}", *PAIRS[settings.pair][role], *bounds, port=port)
             own = await stack.enter_async_context(AsyncExitStack())
             return own, (await own.enter_async_context(running))[1]
 
-        async def kill_each(role: str) -> None:
+        async def kill_each(role: str, seconds: float) -> None:
             """Kill the role's replicas in turn with SIGKILL, and start another in the place of each."""
             for port in cycle(ports[role]):
-                await asyncio.sleep(options.kill)
+                await asyncio.sleep(seconds)
                 own, pid = replicas[port]
                 kills[role] += 1
                 os.kill(pid, signal.SIGKILL)
                 await own.aclose()
                 replicas[port] = await started(role, port)
 
-        count = 1 if options.kill is None else 2
-        ports = {role: [free_port() for _ in range(count)] for role in PAIRS[options.pair]}
+        count = 1 if settings.kill is None else 2
+        ports = {role: [free_port() for _ in range(count)] for role in PAIRS[settings.pair]}
         replicas = {port: await started(role, port) for role, own in ports.items() for port in own}
         words = [
             word
@@ -114,7 +131,9 @@ async def cluster(options: argparse.Namespace, kills: Counter[str]) -> AsyncIter
             for word in (f"--{role}-address", ",".join(f"127.0.0.1:{port}" for port in own))
         ]
         address, _ = await stack.enter_async_context(process("tandem_coordinator", *words))
-        killers = [asyncio.create_task(kill_each(role)) for role in ports if options.kill is not None]
+        killers: list[asyncio.Task[None]] = []
+        if settings.kill is not None:
+            killers += [asyncio.create_task(kill_each(role, settings.kill)) for role in ports]
         try:
             yield await stack.enter_async_context(Client(address))
         finally:
@@ -161,26 +180,21 @@ def _print_row(*cells: object) -> None:
     write_out(f"| {' | '.join(map(str, cells))} |\n")
 
 
-async def main(options: argparse.Namespace) -> None:
+async def main(settings: StructuredSettings) -> None:
     """Measure, and print a table in Markdown."""
     write_out(f"{SCHEMAS} schemas, {AT_ONCE} at once\n\n")
     _print_row("temperature", "valid", "tokens", "tokens a pass", "tokens a second")
     _print_row(*["---"] * 5)
     kills = Counter[str]()
-    async with cluster(options, kills) as client:
-        for temperature in options.temperatures:
-            await answers(client, temperature, options.answers, options.max_tokens)
+    async with cluster(settings, kills) as client:
+        for temperature in settings.temperatures:
+            await answers(client, temperature, settings.answers, settings.max_tokens)
     if kills:
         killed = ", ".join(f"{count} {role}s" for role, count in kills.items())
         write_out(f"\nkilled and started again meanwhile: {killed}\n")
 
 
 if __name__ == "__main__":
-    parser = study_parser(__doc__)
-    add = parser.add_argument
-    add("--pair", choices=PAIRS, default="demo", help="smollm2: SmolLM2-135M-Instruct, drafts by suffix")
-    add("--answers", type=int, default=1000, help="of each temperature")
-    add("--max-tokens", type=int, default=400)
-    add("--temperatures", type=lambda text: [*map(float, text.split(","))], default=[0.0, 1.0])
-    add("--kill", type=float, metavar="SECONDS", help="two of each, one killed so long after all are ready")
-    asyncio.run(main(parser.parse_args()))
+    with one_sentence():
+        settings = load_settings(StructuredSettings, sys.argv[1:], "python -m benchmarks.studies.structured")
+        asyncio.run(main(settings))

@@ -65,7 +65,7 @@ class OptionParser(ArgumentParser):
         self._form: Mapping[str, Any] = {
             "prog": program,
             "usage": "%(prog)s [OPTIONS]",
-            "description": cls.__doc__,
+            "description": cls.about(),
             "formatter_class": lambda prog: _Help(
                 prog, max_help_position=34, width=width or min(shutil.get_terminal_size().columns, 100)
             ),
@@ -85,19 +85,24 @@ class OptionParser(ArgumentParser):
         if has_short:
             self.add_argument("--help-all", action="help", help="Show all options.")
 
-    def add_option(self, *flags: str, dest: str, action: Any = None, nargs: Any = None, **_: Any) -> None:
-        """Add an option, as pydantic-settings describes it to argparse, with our words under our heading."""
-        field = self._cls.model_fields[dest]
-        if dest in getattr(self._cls, "repeatable", ()):
+    def add_option(
+        self, *flags: str, dest: str | None = None, action: Any = None, nargs: Any = None, **_: Any
+    ) -> None:
+        """Add an option, as pydantic-settings describes it to argparse, with our words under our heading. A positional
+        one has no `dest`."""
+        name = dest or flags[0]
+        field = self._cls.model_fields[name]
+        if name in getattr(self._cls, "repeatable", ()):
             action = "append"
-        how = {"dest": dest, "action": action, "nargs": nargs, "metavar": f"<{kind(field.annotation)}>"}
+        metavar = f"<{kind(field.annotation)}>" if dest else name.upper()
+        how = {"dest": dest, "action": action, "nargs": nargs, "metavar": metavar}
         if action is BooleanOptionalAction:
             del how["metavar"]
         how = {key: value for key, value in how.items() if value is not None}
         meaning = " ".join((field.description or "").split())
         note = _note(field)
-        title = GROUPS.get(self._owners[dest], "Options")
-        notes = "; ".join(filter(None, (f"env var: {self._cls.variable(dest)}", note)))
+        title = GROUPS.get(self._owners[name], "Options")
+        notes = "; ".join(filter(None, (f"env var: {self._cls.variable(name)}", note)))
         self._groups[title].add_argument(*flags, **how, help=_escaped(f"{meaning} [{notes}]"))
         if SHORT_HELP in field.metadata:
             first = _SENTENCE_END.split(meaning)[0].rstrip(".")
@@ -118,7 +123,7 @@ def _note(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     default = field.get_default(call_default_factory=True)
-    return "" if default in (None, "") else f"default: {spelled(default)}"
+    return "" if default in (None, "", ()) else f"default: {spelled(default)}"
 
 
 def _escaped(text: str) -> str:
@@ -141,10 +146,17 @@ class _ShowShortHelp(Action):
 
 
 class _Help(HelpFormatter):
-    """Breaks no option's name in two."""
+    """Breaks no option's name in two, and keeps paragraphs, and lines that are indented as they are."""
 
     def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None = None) -> None:
         super().add_usage(usage, actions, groups, "Usage: ")
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = inspect.cleandoc(text).split("\n\n")
+        return "\n\n".join(
+            each if each.startswith(" ") else super(_Help, self)._fill_text(each, width, indent)
+            for each in paragraphs
+        )
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)

@@ -50,6 +50,11 @@ class FilledSettings(Options, BaseSettings):
 
     _origins: Mapping[str, Origin] = PrivateAttr(default_factory=dict)
 
+    @classmethod
+    def about(cls) -> str:
+        """Text of the help above the options."""
+        return cls.__doc__ or ""
+
     @property
     def origins(self) -> Mapping[str, Origin]:
         """The deciding origin of each option that was set. Empty unless `load_settings` made this."""

@@ -22,11 +22,21 @@ from tandem.config.speculative import SpeculativeConfig
 from tandem.errors import ConfigurationError
 
 # TANDEM_ sets an option of speculative decoding for every service, TANDEM_COORDINATOR_ and the like any option of one.
-# TANDEM_CLIENT_ is for clients, TANDEM_VLLM_ for the plug-in of vLLM.
-_PROCESS_PREFIXES = tuple(
-    f"{options.ENVIRONMENT_PREFIX}{process}_"
-    for process in ("BENCH", "CLIENT", "COORDINATOR", "DRAFT", "LOAD", "TARGET", "VLLM")
+# TANDEM_CLIENT_ is for clients, TANDEM_VLLM_ for the plug-in of vLLM, the rest for measurements and what they start.
+_PROCESSES = (
+    "CLIENT",
+    "COORDINATOR",
+    "DRAFT",
+    "TARGET",
+    "VLLM",
+    "BENCH",
+    "DELAY",
+    "LOAD",
+    "PACE",
+    "SCRIPTED",
+    "STUDY",
 )
+_PROCESS_PREFIXES = tuple(f"{options.ENVIRONMENT_PREFIX}{process}_" for process in _PROCESSES)
 
 _CLEARING_WORDS = (None, "null", "none")
 """On a command line these take back what the environment or a file sets, where an option may be without a value."""
@@ -67,6 +77,8 @@ class CommandLine(CliSettingsSource[ArgumentParser]):
             given, rest = parser.parse_known_args(arguments)
         except ArgumentError as error:
             raise ConfigurationError(str(error).removeprefix("argument ")) from None
+        if self.cli_ignore_unknown_args:
+            return given  # the class has a field for them
         # What follows an unknown option may be its value.
         self._unknown = {word.partition("=")[0]: "" for word in rest if word.startswith("-")}
         if rest and not self._unknown:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import socket
@@ -10,11 +9,12 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BeforeValidator, Field
 from pydantic_settings import CliVariadicArg
 
+from tandem.config.settings import FilledSettings
 from tandem.errors import TandemError
 from tandem.serving.children import Child
 from tandem.serving.standard_streams import exit_with
@@ -103,8 +103,13 @@ def one_sentence() -> Iterator[None]:
         sys.exit(130)
 
 
-def study_parser(description: str | None) -> argparse.ArgumentParser:
-    """The command line of a study, described as it is written in its module."""
-    return argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+class StudySettings(FilledSettings):
+    """Options of a measurement that is a command of its own. What measurements start has other variables, since it gets
+    their environment."""
+
+    env_prefix: ClassVar = "TANDEM_STUDY_"
+
+    @classmethod
+    def about(cls) -> str:
+        """Text of the module, which shows how the command is called."""
+        return sys.modules[cls.__module__].__doc__ or ""

@@ -7,7 +7,6 @@ word. A step begins when the one before it has ended, and answers everything tha
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 import time
@@ -15,13 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import grpc.aio
 import numpy as np
 import uvloop
+from pydantic import Field
 
-from tandem.config.settings import ServerSettings
+from tandem.config.settings import ServerSettings, load_settings
 from tandem.model.types import (
     Delta,
     DenseRow,
@@ -44,11 +44,12 @@ from tandem.model_sources.bundled import demo_pair
 from tandem.serving.interceptors import RunningCalls
 from tandem.serving.server import Service, serve, set_start_aside
 from tandem.serving.streams import SequenceStreams
-from tandem.telemetry.logs import configure
+from tandem.telemetry.logs import LogLevel, configure
 from tandem.v1 import draft_pb2, target_pb2
 from tandem.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
 from tandem.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
 from tandem_draft.servicer import DraftedFor, DraftServicer, LoadTracker
+from tandem_load.common import StudySettings, one_sentence
 from tandem_target.servicer import TargetServicer, VerifiedFor
 
 NextToken = Callable[[Sequence[int]], int]
@@ -355,20 +356,31 @@ class ScriptedService(Service):
         self._running.cancel()
 
 
+class ScriptedSettings(StudySettings):
+    """Serve a draft or a target that follows a script, and has no model."""
+
+    env_prefix: ClassVar = "TANDEM_SCRIPTED_"
+
+    role: Literal["target", "draft"]
+    """The service that it plays."""
+    step_ms: float = Field(default=5.0, ge=0)
+    """Duration of a step."""
+    acceptance: float = Field(default=0.72, ge=0, le=1)
+    """Share of right guesses of the draft."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port to listen on; 0 takes any free one."""
+    log_level: LogLevel = "warning"
+    """Lowest severity of log lines."""
+
+
 def main(arguments: Sequence[str]) -> None:
     """Serve until a signal ends the process."""
-    parser = argparse.ArgumentParser(prog="python -m tandem_load.fakes", allow_abbrev=False)
-    add = parser.add_argument
-    add("--role", choices=("target", "draft"), required=True)
-    add("--step-ms", type=float, default=5.0, help="duration of a step")
-    add("--acceptance", type=float, default=0.72, help="share of right guesses of the draft")
-    add("--port", type=int, default=0)
-    add("--log-level", default="warning")
-    options = parser.parse_args(arguments)
-    configure(options.log_level, "text")
-    steps = Steps(options.step_ms / 1000.0)
-    service = ScriptedService(options.role, Script(options.acceptance), steps)
-    uvloop.run(serve(ServerSettings(port=options.port), service, before_ready=set_start_aside))
+    with one_sentence():
+        settings = load_settings(ScriptedSettings, arguments, "python -m tandem_load.fakes")
+        configure(settings.log_level, "text")
+        steps = Steps(settings.step_ms / 1000.0)
+        service = ScriptedService(settings.role, Script(settings.acceptance), steps)
+        uvloop.run(serve(ServerSettings(port=settings.port), service, before_ready=set_start_aside))
 
 
 if __name__ == "__main__":

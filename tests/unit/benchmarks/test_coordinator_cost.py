@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.coordinator_cost import Options, Pair, measure_stub, median_interval, table
+from benchmarks.coordinator_cost import CostSettings, Pair, measure_stub, median_interval, table
 
 
 def test_the_median_of_ten_lies_between_the_second_and_the_ninth() -> None:
@@ -29,6 +29,6 @@ def test_coordinators_are_compared_above_the_stub() -> None:
 
 @pytest.mark.parametrize("rule", ["greedy", "residual"])
 async def test_a_stub_exchanges_the_messages_and_ends(rule: str) -> None:
-    options = Options(streams=3, rule=rule, pairs=1, output_tokens=1, against=None, stub="")
+    settings = CostSettings(streams=3, rule=rule)
 
-    assert await measure_stub(options) > 0
+    assert await measure_stub(settings) > 0

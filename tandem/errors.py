@@ -111,3 +111,8 @@ _REMOTE_ERRORS = {
 def remote_error(code: grpc.StatusCode) -> type[TandemError]:
     """The class of error that a call ended with at its other end; ProtocolError where that end should not end so."""
     return _REMOTE_ERRORS.get(code, ProtocolError)
+
+
+def plural(count: int, noun: str) -> str:
+    """1 token, 1024 tokens: numbers in a message are those of the options."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

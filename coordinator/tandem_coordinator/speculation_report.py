@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from tandem.errors import plural
 from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.model.speculation_state import DecidingFigure, SpeculationDecision, SpeculationState
 from tandem.model.types import SpeculationStats
-from tandem.plural import plural
 from tandem_coordinator.controller import ALONE, LoadDecision, RequestController, SpeculationController
 from tandem_coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS
 from tandem_coordinator.stats.rounds import Mode

@@ -25,6 +25,7 @@ from tandem.errors import (
     InvalidRequestError,
     ServiceUnavailableError,
     TandemError,
+    plural,
 )
 from tandem.model.types import (
     ChatMessage,
@@ -37,7 +38,6 @@ from tandem.model.types import (
     Summary,
     TokenLogprobs,
 )
-from tandem.plural import plural
 from tandem.rpc.channels import Deadline, errors_of, open_channel
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem.v1 import generation_pb2

@@ -9,10 +9,10 @@ from tandem import __version__
 from tandem.acceptance.strategies import STRATEGIES
 from tandem.config.names import AUTO, AUTO_NAMES
 from tandem.config.rule import broken
+from tandem.errors import plural
 from tandem.model.admin import CoordinatorState, Finding, Status
 from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.model.types import ModelInfo
-from tandem.plural import plural
 from tandem.rpc.addresses import is_local
 from tandem_coordinator.replicas.compatibility import MODEL_RULES, Deployment
 from tandem_coordinator.settings.coordinator import CoordinatorSettings

@@ -21,7 +21,6 @@ from tandem import errors
 from tandem.clients.admin_client import AdminClient
 from tandem.model.admin import ConfigOption, Stats
 from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role, is_last_target, replica_at
-from tandem.plural import plural
 from tandem.serving.standard_streams import write_error
 from tandem.telemetry.progress import Progress
 from tandem_coordinator.cli import views
@@ -131,7 +130,7 @@ RequestId = Annotated[
         "ID",
         "The request's id, or its beginning.",
         AdminClient.requests,
-        lambda report: (report.request_id, plural(report.completion_tokens, "token")),
+        lambda report: (report.request_id, errors.plural(report.completion_tokens, "token")),
     ),
 ]
 
@@ -343,7 +342,7 @@ async def _health(client: AdminClient) -> tuple[dict[str, Any], str]:
         targets, drafts = ready.count(Role.TARGET), ready.count(Role.DRAFT)
         known = {"state": status.state.value, "targets_ready": targets, "drafts_ready": drafts}
         words = [status.state.value, *([] if serving else words)]
-        words += [f"{plural(targets, 'target')} ready", f"{plural(drafts, 'draft')} ready"]
+        words += [f"{errors.plural(targets, 'target')} ready", f"{errors.plural(drafts, 'draft')} ready"]
     told = f"{'healthy' if healthy else 'unhealthy'}: {', '.join(words)}"
     return {"healthy": healthy, "serving": serving, **known}, told
 

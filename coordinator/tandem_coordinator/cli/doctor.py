@@ -18,10 +18,15 @@ from rich.text import Text
 
 from tandem import __version__
 from tandem.clients.admin_client import DEFAULT_TIMEOUT_SECONDS, AdminClient
-from tandem.errors import PermissionDeniedError, ServiceUnavailableError, TandemError, UnauthenticatedError
+from tandem.errors import (
+    PermissionDeniedError,
+    ServiceUnavailableError,
+    TandemError,
+    UnauthenticatedError,
+    plural,
+)
 from tandem.model.admin import Diagnosis, Finding, Severity
 from tandem.model.types import ModelInfo
-from tandem.plural import plural
 from tandem.rpc.addresses import is_local
 from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, open_channel
 from tandem.rpc.credentials import Credentials

@@ -23,10 +23,9 @@ from rich.text import Text
 from tandem.clients.client import Client, as_message
 from tandem.clients.sync_client import SyncClient
 from tandem.config.rule import Rules, rule
-from tandem.errors import ConfigurationError, InvalidRequestError
+from tandem.errors import ConfigurationError, InvalidRequestError, plural
 from tandem.model.sampling.defaults import DEFAULT_NAMES
 from tandem.model.types import ChatMessage, Chunk, GenerationRequest, RowKind, SamplingParams, Summary
-from tandem.plural import plural
 from tandem.serving.standard_streams import write_out
 from tandem_coordinator.cli.command import VerbOptions, command, plain_table, print_parts
 from tandem_coordinator.cli.connection import Connection

@@ -28,11 +28,10 @@ from tandem.clients.admin_client import AdminClient
 from tandem.clients.client import Client
 from tandem.config.names import DEVICES, Device
 from tandem.config.rule import Rules, rule
-from tandem.errors import ConfigurationError, NotFoundError, ServiceUnavailableError
+from tandem.errors import ConfigurationError, NotFoundError, ServiceUnavailableError, plural
 from tandem.model.speculation_state import SpeculationDecision
 from tandem.model.types import GenerationRequest, StepProfile
 from tandem.model_sources.bundled import DEMO
-from tandem.plural import plural
 from tandem.serving.children import Child
 from tandem.telemetry.progress import Progress
 from tandem_coordinator.cli.command import OutputOptions, VerbOptions, command, plain_table

@@ -17,7 +17,6 @@ from tandem.model.admin import ConfigOption, CoordinatorState, Load, RequestRepo
 from tandem.model.replica import ReplicaSnapshot, ReplicaState
 from tandem.model.speculation_state import SpeculationDecision, SpeculationState
 from tandem.model.types import AheadStats, SamplingDefaults, SpeculationStats
-from tandem.plural import grouped
 from tandem_coordinator.cli.command import plain_table
 from tandem_coordinator.stats import speculation
 from tandem_coordinator.stats.rounds import hit_rate
@@ -33,6 +32,11 @@ _MAX_DECISIONS = 12
 """A status with more lines does not fit a terminal; JSON has them all."""
 _BAR_WIDTH = 22
 """Two bars and their numbers fit 80 columns."""
+
+
+def grouped(count: int, noun: str) -> str:
+    """1 token, 1,024 tokens."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def duration(seconds: float) -> str:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.bounded.process import BoundedProcess, JobError
-from tandem.errors import ConfigurationError, InvalidRequestError, ModelFolderError
-from tandem.plural import plural
+from tandem.errors import ConfigurationError, InvalidRequestError, ModelFolderError, plural
 from tandem_coordinator.http.schema import as_one_text
 from tandem_coordinator.http.tools import Parser, parser_of, readable
 from tandem_coordinator.settings.coordinator import MAX_CHAT_MESSAGES

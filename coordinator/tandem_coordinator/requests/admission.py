@@ -11,8 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from urllib.parse import unquote
 
-from tandem.errors import CapacityError, DeadlineError
-from tandem.plural import plural
+from tandem.errors import CapacityError, DeadlineError, plural
 from tandem.serving.fair_places import FairPlaces, extra_places
 from tandem_coordinator.stats.speculation import MovingAverage
 

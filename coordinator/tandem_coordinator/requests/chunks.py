@@ -7,9 +7,8 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
 
-from tandem.errors import DeadlineError
+from tandem.errors import DeadlineError, plural
 from tandem.model.types import Chunk
-from tandem.plural import plural
 
 Reader = asyncio.Future["Chunk | None"]
 """The wait of a reader for its next chunk."""

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NoReturn
 
-from tandem.errors import AbortedError
+from tandem.errors import AbortedError, plural
 from tandem.model.admin import Outcomes
 from tandem.model.speculation_state import SpeculationState
 from tandem.model.types import Chunk, GenerationRequest, SpeculationStats, TokenLogprobs
-from tandem.plural import plural
 from tandem.rpc.channels import Deadline
 from tandem.serving.scopes import CallerScopes, kinds_of
 from tandem_coordinator import speculation_report

@@ -11,9 +11,9 @@ from tandem.acceptance.strategies import SYNTHETIC, checked_strategy, for_draft
 from tandem.config import SpeculativeConfig
 from tandem.config.names import OWN_METHODS, canonical_name
 from tandem.config.rule import Rule, broken, refuse, rule, spelled, within
+from tandem.errors import plural
 from tandem.model.sampling.ranges import request_sampling_rules
 from tandem.model.types import MAX_LOGIT_BIAS, GenerationRequest, ModelInfo, RowKind
-from tandem.plural import plural
 from tandem.serving.scopes import MAX_SALT_LENGTH
 from tandem_coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, CoordinatorSettings, RequestBounds
 

@@ -17,6 +17,7 @@ from tandem.errors import (
     ServiceUnavailableError,
     TandemError,
     UnauthenticatedError,
+    plural,
 )
 from tandem.model.replica import ReplicaState
 from tandem.model.types import (
@@ -28,7 +29,6 @@ from tandem.model.types import (
     TargetOptions,
     Verification,
 )
-from tandem.plural import plural
 from tandem.rpc.channels import Deadline
 from tandem_coordinator.decoding.completion import Completion
 from tandem_coordinator.replicas.pool import UNANSWERED_SECONDS, Member, Pool

@@ -68,7 +68,7 @@ class Pair(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """What this coordinator takes above the stub, by what the other one takes above it."""
+        """The time of this coordinator above the stub's, over that of the other one."""
         assert self.there is not None, "only with --against"
         return (self.here - self.stub) / (self.there - self.stub)
 
@@ -180,7 +180,7 @@ CHUNK = generation_pb2.GenerateResponse(
     text_lengths=[3] * round(TOKENS_PER_ROUND),
     proposed_token_count=len(TOKEN_IDS),
 )
-"""What a client gets of a round."""
+"""A client's share of a round."""
 
 
 def _messages(settings: CostSettings) -> Messages:

@@ -56,7 +56,7 @@ def main() -> None:
 
 
 class Round(NamedTuple):
-    """What a coordinator and its services tell each other in a round, each with the number of its sequence."""
+    """The messages of a coordinator and its services in a round, each with the number of its sequence."""
 
     steps: list[tuple[int, VerifyStep]]
     verifications: list[tuple[int, Verification]]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from enum import Enum
 from typing import Any, NamedTuple, TypeVar, cast
 
 import grpc
@@ -100,6 +102,78 @@ def _arbitrary(draw: st.DrawFn, descriptor: Any) -> Any:
         if draw(st.booleans()):
             _set(draw, message, field)
     return message
+
+
+class Change(Enum):
+    """A change of one value."""
+
+    OTHER = "another"
+    MORE = "one more"
+    LESS = "one less"
+    GONE = "none"
+    TWICE = "twice the same"
+
+
+class Alteration(NamedTuple):
+    """A change of one value in a message that comes later."""
+
+    place: int
+    """Chooses the field, and one of its values."""
+    change: Change
+    others: dict[int, Any]
+    """Another value of each type."""
+
+    def apply(self, message: Message) -> None:
+        values_of: dict[str, list[tuple[Any, Any, int | None]]] = defaultdict(list)
+        for owner, field, index in _values(message):
+            values_of[field.full_name].append((owner, field, index))
+        if not values_of:
+            return
+        found = values_of[sorted(values_of)[self.place % len(values_of)]]
+        owner, field, index = found[self.place // len(values_of) % len(found)]
+        if index is None:
+            if self.change is Change.GONE:
+                owner.ClearField(field.name)
+            else:
+                with suppress(ValueError):  # no number of that type
+                    setattr(owner, field.name, self._changed(field, getattr(owner, field.name)))
+            return
+        values = getattr(owner, field.name)
+        match self.change:
+            case Change.GONE:
+                del values[index]
+            case Change.TWICE:
+                values.insert(index, values[index])
+            case _:
+                with suppress(ValueError):
+                    values[index] = self._changed(field, values[index])
+
+    def _changed(self, field: Any, value: Any) -> Any:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and self.change is Change.MORE:
+            return value + 1
+        if is_number and self.change is Change.LESS:
+            return value - 1
+        if is_number and self.change is Change.TWICE:
+            return value + value
+        return self.others[field.type]
+
+
+def _values(message: Message) -> Iterator[tuple[Any, Any, int | None]]:
+    """The values of a message, however deep: the message and the field that hold each, and its place in a list."""
+    for field, value in message.ListFields():
+        if field.message_type is None:
+            for index in range(len(value)) if field.is_repeated else (None,):
+                yield message, field, index
+        elif not field.message_type.GetOptions().map_entry:
+            for part in value if field.is_repeated else (value,):
+                yield from _values(part)
+
+
+def alterations() -> st.SearchStrategy[Alteration]:
+    return st.builds(
+        Alteration, st.integers(0, 1 << 16), st.sampled_from(Change), st.fixed_dictionaries(_SCALARS)
+    )
 
 
 @st.composite
@@ -336,7 +410,7 @@ def send(channel: grpc.Channel, attempt: Attempt) -> int:
                 return count
     except grpc.RpcError:
         assert running.code() in _REFUSALS, (running.code(), running.details(), call.name, messages)
-        _check_sentence(running.details(), messages)
+        check_sentence(running.details(), messages)
     finally:
         has_all_answers.set()
         running.cancel()
@@ -366,18 +440,18 @@ def _is_last(call: Call, content: bytes, count: int, messages: Sequence[bytes]) 
         if part.HasField("ending"):
             assert part.ending.code in _ENDINGS, (part, messages)
             if part.ending.code:
-                _check_sentence(part.ending.message, messages)
+                check_sentence(part.ending.message, messages)
             if part.sequence == WITNESS:
                 assert part.ending.code == 0, (part, messages)
                 is_last = True
     return is_last
 
 
-def _check_sentence(sentence: str, messages: Sequence[bytes]) -> None:
-    """Fail unless it is one sentence for a caller."""
-    assert sentence, messages
-    assert "\n" not in sentence, (sentence, messages)
-    assert not any(word in sentence for word in _WORDS_OF_OURS), (sentence, messages)
+def check_sentence(sentence: str, why: object) -> None:
+    """Fail, and say why, unless it is one sentence for a caller."""
+    assert sentence, why
+    assert "\n" not in sentence, (sentence, why)
+    assert not any(word in sentence for word in _WORDS_OF_OURS), (sentence, why)
 
 
 def valid(call: Call) -> Attempt:

@@ -469,7 +469,7 @@ class SpeculationController:
         return self.decisions[key]
 
     def predict(self, target: str, terms: Terms, load: int) -> LoadDecision:
-        """What would be decided. No request follows it."""
+        """A decision as it would be made, which no request follows."""
         pair = target, terms.kind.draft
         if pair not in self._costs:
             self._costs[pair] = CostModel(self._services[target], self._services[terms.kind.draft])

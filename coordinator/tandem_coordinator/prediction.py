@@ -95,7 +95,7 @@ def expected_tokens(rates: Sequence[float]) -> list[float]:
 
 
 class GainModel:
-    """What rounds of one kind of request make: tokens that are accepted, and outcomes that were drafted for."""
+    """Learns what rounds of one kind of request yield: accepted tokens, and outcomes that were drafted for."""
 
     def __init__(self) -> None:
         self.acceptance = ConditionalRates()
@@ -192,13 +192,13 @@ class StepSeconds:
 
 
 class ServiceSpeed:
-    """What a target or a draft reports of its own speed."""
+    """The speed of a target or a draft, by its own report."""
 
     def __init__(self, profile: StepProfile | None = None, question: float = 0.0) -> None:
         self.question = question
         """Seconds of the way there and back."""
         self.version = -1
-        """That of the profile."""
+        """Version of the profile."""
         self.steps: StepModel | None = None
         """None without a profile."""
         if profile is not None:

@@ -81,7 +81,7 @@ class Advice:
 
 
 def advise(controller: SpeculationController) -> Advice | None:
-    """What the controller predicts where most of the time was spent; None while nothing was measured."""
+    """The controller's prediction for the load at which most of the time was spent; None while nothing was measured."""
     seen = [decision for decision in controller.decisions.values() if decision.measured_seconds]
     if not seen:
         return None

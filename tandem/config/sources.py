@@ -137,7 +137,7 @@ class ConfigFile(_Whole):
 
 
 class Inferred(_Whole):
-    """What follows from the other sources. It overrides nothing except a name that turned out to be a method."""
+    """The values that follow from other sources. They override nothing except a name that turned out to be a method."""
 
     origin: ClassVar = Origin.INFERRED
 

@@ -496,7 +496,7 @@ class ProposeStep:
 
 
 class Lead(NamedTuple):
-    """How far a target may go on by itself behind a step, and with which proposals; see `VerifyStep`."""
+    """The permission of a target to go on by itself behind a step, with its limits; see `VerifyStep`."""
 
     credits: int = 0
     min_proposed: int = 0

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from tandem.errors import CapacityError, ServiceUnavailableError, TandemError, remote_error
+from tandem.errors import CapacityError, ProtocolError, ServiceUnavailableError, TandemError, remote_error
 from tandem.rpc.credentials import PLAIN, Credentials, attach_token
 from tandem.telemetry.logs import escape
 from tandem.wire.status import Ending, retry_after_seconds
@@ -93,9 +94,47 @@ def _open(
         if credentials.uses_tls
         else kind.insecure_channel(address, options=options)
     )
+    _mark_unreadable_answers(channel)
     if (header := credentials.header()) is not None:
         attach_token(channel, header)
     return channel
+
+
+class _UnreadableAnswer:
+    """An answer that is not the protobuf of its method: reading any field of it raises a ProtocolError."""
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ProtocolError(
+            f"the answer to {self._method} cannot be read; it must be the protobuf of the method"
+        )
+
+
+def _mark_unreadable_answers(channel: grpc.aio.Channel | grpc.Channel) -> None:
+    """Have all calls of a channel return an `_UnreadableAnswer` where they cannot parse what came.
+
+    gRPC itself logs a traceback for it, and whoever awaits the answer gets None.
+    """
+
+    def marking(make: Callable[..., Any]) -> Callable[..., Any]:
+        def make_marking(
+            method: str, *arguments: Any, response_deserializer: Any = None, **options: Any
+        ) -> Any:
+            def parse(content: bytes) -> Any:
+                try:
+                    return response_deserializer(content)
+                except DecodeError:
+                    return _UnreadableAnswer(method)
+
+            own = None if response_deserializer is None else parse
+            return make(method, *arguments, response_deserializer=own, **options)
+
+        return make_marking
+
+    for name in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+        setattr(channel, name, marking(getattr(channel, name)))
 
 
 MeaningOf = Callable[[grpc.StatusCode], type[TandemError]]

@@ -15,7 +15,7 @@ from enum import IntEnum
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tandem.errors import ConfigurationError
+from tandem.errors import ConfigurationError, ProtocolError
 from tandem.rpc.channels import open_sync_channel
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem.serving.standard_streams import exit_with
@@ -36,9 +36,9 @@ def check(address: str, credentials: Credentials = PLAIN, timeout_seconds: float
             answer = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=timeout_seconds
             )
-        except grpc.RpcError:
+            is_serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+        except (grpc.RpcError, ProtocolError):
             return Health.UNREACHABLE
-    is_serving = answer.status == health_pb2.HealthCheckResponse.SERVING
     return Health.SERVING if is_serving else Health.NOT_SERVING
 
 

@@ -15,7 +15,7 @@ from tests.paths import DEMO_DRAFT, DEMO_EAGLE3, DEMO_TARGET, ROOT, SMOLLM2_EAGL
 PACKAGES = {
     "tandem", "tandem_bound", "tandem_coordinator", "tandem_demo", "tandem_draft", "tandem_load", "tandem_target",
 }  # fmt: skip
-"""What the wheel adds to site-packages, which it shares with others."""
+"""All that the wheel adds to site-packages, which it shares with others."""
 _SOURCES = (
     "pyproject.toml", "hatch_build.py", "LICENSE", "README.md", "protos",
     "tandem", "draft_service", "target_service", "bound_service", "coordinator", "benchmarks/load",

@@ -42,7 +42,7 @@ class Cluster:
     url: str
 
     def complete(self, caller: int, prompt: str | Sequence[int], **fields: Any) -> dict[str, Any]:
-        """What a client with one of the tokens gets for a completion."""
+        """Ask for a completion with one of the tokens, and return the answer."""
         body = {"model": "target", "prompt": prompt, "return_token_ids": True, **fields}
         request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode())
         request.add_header("content-type", "application/json")

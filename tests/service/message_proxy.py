@@ -1,9 +1,9 @@
-"""A proxy between a coordinator and a service that loses whole messages, as TCP and HTTP/2 never do."""
+"""A proxy between a coordinator and a service that loses or changes whole messages, as TCP and HTTP/2 never do."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,6 +16,8 @@ Loses = Callable[[str, bytes], bool]
 """Decides by the method's last name whether a message is lost."""
 Edits = Callable[[str, bytes, object], bytes]
 """Changes a message of a method's stream, which the last value identifies."""
+Replaces = Callable[[str, bytes, object], Sequence[bytes]]
+"""Returns the messages to pass on in place of one."""
 
 
 _OPTIONS = (("grpc.http2.min_ping_interval_without_data_ms", 100), ("grpc.http2.max_ping_strikes", 0))
@@ -29,6 +31,10 @@ class MessageProxy(grpc.GenericRpcHandler):
         self._channel = channel
         self.address = ""
         self.edit_request: Edits = lambda _, content, __: content
+        self.replace_answer: Replaces = lambda _, content, __: (content,)
+        self.passes_answers = asyncio.Event()
+        """Cleared while answers are held back."""
+        self.passes_answers.set()
         self.loses_request: Loses = lambda *_: False
         self.loses_answer: Loses = lambda *_: False
         self.lost = 0
@@ -50,10 +56,12 @@ class MessageProxy(grpc.GenericRpcHandler):
         writing = asyncio.create_task(self._write(name, requests, call))
         try:
             async for content in call:
+                await self.passes_answers.wait()
                 if self.loses_answer(name, content):
                     self.lost += 1
-                else:
-                    yield content
+                    continue
+                for each in self.replace_answer(name, content, call):
+                    yield each
         except grpc.aio.AioRpcError as error:
             await context.abort(error.code(), error.details() or "")
         finally:

@@ -271,15 +271,17 @@ def test_each_check_has_a_fault() -> None:
     assert {name for name, *_ in FAULTS} | {"health", "unchanged"} == set(CHECKS)
 
 
-async def fails(address: str, name: str) -> None:
-    """The check finds a fault, and not because nothing works."""
+async def fails(address: str, name: str) -> str:
+    """Let the check find a fault, though not because nothing works; return its sentence."""
     async with grpc.aio.insecure_channel(address) as channel:
         info = await DraftClient(channel).model_info()
         with pytest.raises((ProtocolError, InvalidRequestError)) as caught:
             await play(name, Subject(channel, info, 2.0))
         if name != "proposals":
             await play("reading" if name != "reading" else "health", Subject(channel, info, SECONDS))
-    assert "UNAVAILABLE" not in str(caught.value)
+    sentence = str(caught.value)
+    assert "UNAVAILABLE" not in sentence
+    return sentence
 
 
 @pytest.mark.parametrize(
@@ -287,13 +289,13 @@ async def fails(address: str, name: str) -> None:
 )
 async def test_a_fault_is_found(name: str, fault: Callable[[], Faulty], model: LoadedModel) -> None:
     async with draft(model, fault()) as (address, _):
-        await fails(address, name)
+        assert await fails(address, name)
 
 
 async def test_a_draft_that_does_not_serve_is_found() -> None:
     async with served(model_free(ngram_proposer)) as (one,):
         await one.say(NOT_SERVING)
-        await fails(one.address, "health")
+        assert "it must be 1 (SERVING)" in await fails(one.address, "health")
 
 
 async def test_an_answer_that_is_no_protobuf_is_found() -> None:
@@ -316,7 +318,7 @@ async def test_a_draft_that_counts_its_own_proposal_is_found(
 ) -> None:
     monkeypatch.setattr("tandem_draft.proposers.sequence.check_start", lambda *_: None)
     async with draft(model) as (address, _):
-        await fails(address, "unchanged")
+        assert await fails(address, "unchanged")
 
 
 async def test_a_draft_that_answers_nothing_cannot_be_reached() -> None:

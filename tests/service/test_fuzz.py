@@ -112,7 +112,7 @@ def parsed(message: Message, examples: int) -> Iterator[Any]:
 
 @pytest.mark.parametrize("examples", [EXAMPLES, IN_FULL])
 def test_wrong_answers_raise_one_kind_of_error(examples: int) -> None:
-    """That of a peer which breaks the protocol, for the message or in place of one sequence's answer."""
+    """A ProtocolError, for the whole message or in place of one sequence's answer."""
     refused = read = 0
     for kind, message in ANSWERS.items():
         step = VerifyStep(Delta(3, [4, 5]), kind, 2, (SPARSE.token_ids,), with_statistics=True)

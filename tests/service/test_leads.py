@@ -332,7 +332,7 @@ async def test_the_text_survives_a_loss_in_the_middle_of_a_lead(
 def going_on(
     answer: Verification, last: int = 0, more: tuple[int, ...] = (), length: int = 0
 ) -> Delta | None:
-    """What a target says that it goes on with, changed; None where it does not go on."""
+    """The delta with which a target says that it goes on, changed; None where it does not go on."""
     if answer.goes_on is None:
         return None
     first, *proposed = answer.goes_on.token_ids

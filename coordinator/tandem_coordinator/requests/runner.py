@@ -348,7 +348,7 @@ class ActiveRequest:
 
     @property
     def speculation_state(self) -> SpeculationState:
-        """Whether a draft proposes tokens, how many, and why."""
+        """The state of speculation: on or off, the number of tokens, and the reason."""
         trouble = self.draft.trouble
         if trouble is not None or self.speculation is None:
             return trouble or speculation_report.off(speculation_report.NOT_ASKED)

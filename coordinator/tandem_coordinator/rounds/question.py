@@ -29,9 +29,9 @@ class Question:
 
     proposal: Proposal
     lead: Lead = NO_LEAD
-    """How far the target may go on by itself behind it."""
+    """The lead that the target is granted behind it."""
     outcome: Outcome | Away = IDLE
-    """What the draft had ready when the last round ended."""
+    """The continuation that the draft had ready when the last round ended."""
     answer: Asked | Late | None = None
     """How the draft answered in this round; None where it was not asked."""
     is_forced: bool = False

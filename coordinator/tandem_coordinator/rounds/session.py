@@ -77,7 +77,7 @@ class DraftSide(Protocol):
         """It is not asked in this round."""
 
     def outcome(self, completion: Completion, target_address: str | None) -> Outcome | Away:
-        """What it has ready behind the round that has ended."""
+        """The continuation that it has ready behind the round that has ended."""
 
     async def finished(self, completion: Completion, coming: Coming, tokens: int) -> Proposal | None:
         """So many tokens of what is still coming, or what is there in time; None where it fails."""
@@ -260,8 +260,8 @@ class RoundSession:
         return self.controller.tokens_after_miss(tokens)
 
     def _lead(self, tokens: int) -> Lead:
-        """How far the target may go on by itself: alone, where no draft is asked, and otherwise with what the draft
-        makes ahead."""
+        """The lead to grant the target: alone where no draft is asked, and otherwise with the outcomes that the draft
+        drafts ahead."""
         most = self.policy.credits
         if not most:
             return NO_LEAD

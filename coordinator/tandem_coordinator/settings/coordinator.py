@@ -241,8 +241,8 @@ class CoordinatorSettings(
     """How long a round waits for a proposal before the target goes on alone. By default the draft's usual time plus
     four verifications, between 0.25 and 0.8 s."""
     draft_ahead: Literal["auto", "off"] | Annotated[int, Field(ge=1, le=64)] = "auto"
-    """How far the draft works ahead while the target verifies. auto: for as many outcomes of a verification as pay,
-    possibly none. off: not at all. A number: always for this many outcomes. Tandem's own."""
+    """Outcomes of a verification for which the draft works ahead while the target verifies. auto: as many as pay,
+    possibly none. off: none. A number: always this many. Tandem's own."""
     target_lead: int = Field(default=2, ge=0, le=MAX_LEAD)
     """How many rounds a target may begin before it is asked for them, under a lossless rule; 0 turns it off."""
     stream_interval: int = Field(default=1, ge=1, le=1024)

@@ -117,7 +117,7 @@ class RoundPlan(NamedTuple):
 
     @property
     def ahead_budget(self) -> AheadBudget | None:
-        """How far the draft is to work ahead; None for not at all."""
+        """The budget for drafting ahead; None where the draft does not."""
         if self.mode is not Mode.AHEAD:
             return None
         return AheadBudget(self.outcomes, min(self.tokens, MAX_AHEAD_TOKENS))
@@ -137,7 +137,7 @@ class RoundEnded(NamedTuple):
     committed: int = 0
     """Tokens by which the completion grew."""
     plan: RoundPlan = _ALONE
-    """What it was to be."""
+    """The plan that it followed."""
     times: RoundTimes = _NOT_TIMED
     cost: RoundCost | None = None
     """None where the time of this round says nothing about the next one: the target read the prompt, or the sequence

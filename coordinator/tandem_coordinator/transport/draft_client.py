@@ -182,7 +182,7 @@ class PendingOutcomes:
         return True
 
     def outcome(self, token_ids: Sequence[int], now: float) -> Outcome:
-        """What is there for the outcome that this sequence is."""
+        """The continuation that is there for the outcome with which this sequence ends."""
         key = self._key(token_ids)
         if self._budget is None or key == _NO_OUTCOME:
             return IDLE
@@ -349,7 +349,7 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         self._ask(completion, 0)
 
     def outcome(self, completion: Tokens) -> Outcome:
-        """What the draft has ready behind what the last verification said.
+        """The continuation that the draft has ready behind the outcome of the last verification.
 
         Raises a TandemError where the draft has failed since: it is of no use any more.
         """

@@ -342,7 +342,7 @@ def _copied(steps: Steps) -> IntArray:
 
 
 def _favoured(steps: Steps) -> FloatArray:
-    """How far each candidate was drawn too often so far in its own completion, in [-1, 1]: noise that is used again
+    """The excess with which each candidate was drawn so far in its own completion, in [-1, 1]: noise that is used again
     favours the same tokens again. [T, M]."""
     count, buckets = len(steps), 256
     rows = np.broadcast_to(np.arange(count)[:, None], steps.ids.shape)

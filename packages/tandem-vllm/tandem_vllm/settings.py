@@ -24,8 +24,8 @@ class VllmSettings(SharingOptions, ServiceAccessOptions, TelemetryOptions, Fille
     """host:port of the draft service, or several with commas between them. A name stands for all of its addresses,
     and is looked up again every `resolve_interval_seconds`."""
     draft_ahead: Literal["auto", "off"] | Annotated[int, Field(ge=1, le=64)] = "auto"
-    """How far the draft works ahead while vLLM computes. auto: it is measured whether that pays. off: not at all. A
-    number: always for so many outcomes."""
+    """Outcomes for which the draft works ahead while vLLM computes. auto: it is measured whether that pays. off: none.
+    A number: always this many."""
     draft_patience_seconds: float | None = Field(default=None, gt=0)
     """How long a step of vLLM waits for proposals. By default what the accepted tokens save, by the time of vLLM's own
     steps: the mean number of accepted tokens times the mean step, at most 0.5 s."""

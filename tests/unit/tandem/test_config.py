@@ -405,7 +405,7 @@ SERVICES: list[type[FilledSettings]] = [CoordinatorSettings, DraftSettings, Targ
 
 
 def shown(cls: type[FilledSettings], word: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What a service prints for a word that asks for help, on a terminal of this width."""
+    """Let a service print its help for this word, on a terminal of this width."""
     monkeypatch.setenv("COLUMNS", str(columns))
     printed = StringIO()
     with redirect_stdout(printed), pytest.raises(SystemExit) as ended:

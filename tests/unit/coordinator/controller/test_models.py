@@ -1,4 +1,4 @@
-"""What the controller predicts from, each alone: rates, step profiles, and seconds of rounds."""
+"""The parts of the controller's predictions, each alone: rates, step profiles, and seconds of rounds."""
 
 from __future__ import annotations
 

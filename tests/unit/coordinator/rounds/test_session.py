@@ -41,7 +41,7 @@ from tests.unit.coordinator.ended_rounds import round_ended
 TOKENIZER = read_tokenizer({"tokenizer.json": (DEMO_TARGET / "tokenizer.json").read_bytes()})
 GREEDY = SamplingParams(temperature=0.0)
 SAYS = [1, 2, 3] * 20
-"""What the target continues."""
+"""The text that the target says."""
 VERIFIED = StepCost(0.01, 2, 9)
 PLAN = RoundPlan(4, 2, 3, 1.5)
 ASKED = SessionPolicy()

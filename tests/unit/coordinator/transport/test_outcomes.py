@@ -41,7 +41,7 @@ def pending(
 
 
 def hit_in(outcomes: PendingOutcomes, *tokens: int) -> Hit | Coming:
-    """What is there after the base and these tokens."""
+    """The continuation that is there after the base and these tokens."""
     found = outcomes.outcome((*PREFIX, *tokens), 0.0)
     assert isinstance(found, Hit | Coming)
     return found

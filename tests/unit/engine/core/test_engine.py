@@ -423,6 +423,8 @@ class Client:
     """True if the engine is known to have the same text; False after a cancelled request."""
     answers: list[tuple[asyncio.Task[Tensor], list[int], int]] = field(default_factory=list)
     """Requests in flight: the task, the tokens that it should see, and its number of rows."""
+    compared: int = 0
+    """Rows that were compared with the reference's."""
 
     async def act(self, count: int) -> None:
         sequence = await self._opened()
@@ -469,6 +471,7 @@ class Client:
             rows = await asyncio.wait_for(task, 20)
             if count:
                 assert torch.allclose(rows, plain_logits(self.reference, text)[-count:], atol=1e-3)
+                self.compared += count
         self.answers.clear()
 
     async def _leave(self, sequence: Sequence) -> None:
@@ -506,3 +509,4 @@ async def test_random_interleavings(
         while not engine.usage.preemption_count:  # how requests meet is a matter of time
             await asyncio.gather(*(client.act(30) for client in clients))
         await settle(engine)
+        assert min(client.compared for client in clients) > 0

@@ -8,7 +8,9 @@ windows allow, and sequences that reuse it produce the same text.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -93,16 +95,19 @@ _ROLLBACK = 20
 _STALE = -1.0
 
 _tokens = st.lists(
-    st.tuples(st.integers(0, 1), st.sampled_from([1, 17, 40, 64])), min_size=1, max_size=3
+    st.tuples(st.integers(0, 1), st.sampled_from([1, 17, 40, 64, 128])), min_size=1, max_size=3
 ).map(lambda runs: [token_id for token_id, count in runs for _ in range(count)])
 """Of two ids in a few lengths, so that texts often begin alike for more than a page, or for a part of one."""
 _windows = st.sampled_from([(None,), (None,), (None, 40), (24,), (None, 24, 100)])
 _choice = st.integers(0, 1 << 16)
-_share = st.floats(0, 1)
+_share = st.one_of(st.just(1.0), st.floats(0, 1))
 
 
 class PagedCaches(RuleBasedStateMachine):
     """Sequences that share one small cache."""
+
+    seen: ClassVar[Counter[str]] = Counter()
+    """Events of all runs, without which they would show little."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,13 +123,22 @@ class PagedCaches(RuleBasedStateMachine):
     def open(self, token_ids: list[int]) -> None:
         sequence = new_sequence(windows=self.arena.windows)
         self.sequences.append(sequence)
-        sequence.apply(Delta(0, token_ids))
+        sequence.apply(Delta(0, token_ids[:MAX_LENGTH]))
+
+    @precondition(lambda self: self.sequences)
+    @rule(choice=_choice, token_ids=_tokens)
+    def open_alike(self, choice: int, token_ids: list[int]) -> None:
+        """Begin as another sequence does that has been computed."""
+        self.step(choice, 1.0, 0)
+        self.open([*self._pick(choice).token_ids, *token_ids])
+        self.step(len(self.sequences) - 1, 1.0, 0)
 
     @precondition(lambda self: self.sequences)
     @rule(choice=_choice, token_ids=_tokens, keep=_share)
     def change(self, choice: int, token_ids: list[int], keep: float) -> None:
         """Roll back to anywhere and go on with other tokens."""
         sequence = self._pick(choice)
+        token_ids = token_ids[:MAX_LENGTH]
         base_length = min(round(keep * sequence.length), MAX_LENGTH - len(token_ids))
         sequence.apply(Delta(base_length, token_ids))
 
@@ -133,10 +147,16 @@ class PagedCaches(RuleBasedStateMachine):
     def step(self, choice: int, share: float, rows: int) -> None:
         sequence = self._pick(choice)
         sequence.want_rows(min(rows, sequence.length))
+        before = sequence.computed_length
         self.cache.reuse(sequence, min(rows, sequence.length))
+        self.seen["reused"] += sequence.computed_length > before
         assert sequence.pending_count >= min(rows, sequence.length)
         count = max(1, round(share * sequence.pending_count))
-        if sequence.pending_count and self.cache.make_ready(sequence, sequence.computed_length + count):
+        if not sequence.pending_count:
+            return
+        is_ready = self.cache.make_ready(sequence, sequence.computed_length + count)
+        self.seen["computed" if is_ready else "found no page"] += 1
+        if is_ready:
             compute(self.arena, self.cache, sequence, count)
             for table in sequence.tables:
                 reach = math.inf if table.window is None else table.window - 1 + _ROLLBACK
@@ -181,6 +201,7 @@ class PagedCaches(RuleBasedStateMachine):
             return
         pool, groups = self.cache._pool, self.arena.group_count
         held = [page for sequence in self.sequences for table in sequence.tables for page in table.held_pages]
+        self.seen["shared"] += len(held) > len(set(held))
         pages = range(self.arena.page_count)
         assert [pool.holders(page) for page in pages] == [held.count(page) for page in pages]
         assert pool.available_count == len(pages) - len(set(held))
@@ -192,9 +213,12 @@ class PagedCaches(RuleBasedStateMachine):
 
 def test_paged_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "ROLLBACK_TOKENS", _ROLLBACK)  # so that windows move within a few pages
+    PagedCaches.seen.clear()
     case = PagedCaches.TestCase
-    case.settings = settings(max_examples=50, stateful_step_count=40)
+    case.settings = settings(max_examples=100, stateful_step_count=40)
     case().runTest()
+    assert {*PagedCaches.seen} == {"reused", "computed", "found no page", "shared"}, PagedCaches.seen
+    assert min(PagedCaches.seen.values()) > 0, PagedCaches.seen
 
 
 def test_the_same_computed_twice_at_once_is_kept_once() -> None:

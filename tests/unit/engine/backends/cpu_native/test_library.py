@@ -251,6 +251,7 @@ def test_a_compiler_and_its_processes_end_with_the_service_that_started_it(tmp_p
     try:
         _wait_until(started.is_file)
         pids = [int(pid) for pid in started.read_text().split()]
+        assert [_is_running(pid) for pid in pids] == [True, True], "the compiler and its child"
     finally:
         service.kill()
         service.wait()

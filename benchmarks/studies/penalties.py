@@ -19,9 +19,8 @@ from tandem.clients.admin_client import AdminClient
 from tandem.clients.client import DEFAULT_ADDRESS, Client
 from tandem.config.settings import load_settings
 from tandem.model.types import ChatMessage
-from tandem.serving.standard_streams import write_out
 from tandem_coordinator.stats.speculation import acceptance_rate, summed, tokens_per_pass
-from tandem_load.common import Positive, StudySettings, one_sentence
+from tandem_load.common import Positive, StudySettings, one_sentence, print_row
 
 PENALTIES: Sequence[dict[str, float]] = (
     {},
@@ -72,8 +71,8 @@ async def main(settings: PenaltySettings) -> None:
 
 
 async def _measure(client: Client, prompts: Sequence[Any], settings: PenaltySettings) -> None:
-    _print_row("temperature", "penalty", "proposed", "accepted", "tokens a pass")
-    _print_row(*["---"] * 5)
+    print_row("temperature", "penalty", "proposed", "accepted", "tokens a pass")
+    print_row(*["---"] * 5)
     for temperature in TEMPERATURES:
         for penalty in PENALTIES:
             asked: dict[str, Any] = {
@@ -95,11 +94,7 @@ async def _measure(client: Client, prompts: Sequence[Any], settings: PenaltySett
             total = summed(found)
             words = ", ".join(f"{name} {value:g}" for name, value in penalty.items()) or "none"
             rate = f"{acceptance_rate(total):.1%}"
-            _print_row(f"{temperature:g}", words, total.drafted, rate, f"{tokens_per_pass(total):.2f}")
-
-
-def _print_row(*cells: object) -> None:
-    write_out(f"| {' | '.join(map(str, cells))} |\n")
+            print_row(f"{temperature:g}", words, total.drafted, rate, f"{tokens_per_pass(total):.2f}")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from tandem.config.settings import load_settings
 from tandem.errors import TandemError
 from tandem.model.types import FinishReason, Grammar, GrammarKind
 from tandem.serving.standard_streams import write_out
-from tandem_load.common import Listed, Positive, StudySettings, free_port, one_sentence, process
+from tandem_load.common import Listed, Positive, StudySettings, free_port, one_sentence, print_row, process
 
 SCHEMAS = 50
 AT_ONCE = 32
@@ -171,20 +171,16 @@ async def answers(client: Client, temperature: float, count: int, max_tokens: in
     tokens = sum(len(each.token_ids) for each in completed)
     passes = sum(each.speculation.rounds for each in completed)
     valid = f"{count - len(failures)} of {count}"
-    _print_row(f"{temperature:g}", valid, tokens, f"{tokens / max(passes, 1):.2f}", f"{tokens / seconds:.0f}")
+    print_row(f"{temperature:g}", valid, tokens, f"{tokens / max(passes, 1):.2f}", f"{tokens / seconds:.0f}")
     for failure in failures[:5]:
         write_out(f"\nfailed: {failure!r}\n")
-
-
-def _print_row(*cells: object) -> None:
-    write_out(f"| {' | '.join(map(str, cells))} |\n")
 
 
 async def main(settings: StructuredSettings) -> None:
     """Measure, and print a table in Markdown."""
     write_out(f"{SCHEMAS} schemas, {AT_ONCE} at once\n\n")
-    _print_row("temperature", "valid", "tokens", "tokens a pass", "tokens a second")
-    _print_row(*["---"] * 5)
+    print_row("temperature", "valid", "tokens", "tokens a pass", "tokens a second")
+    print_row(*["---"] * 5)
     kills = Counter[str]()
     async with cluster(settings, kills) as client:
         for temperature in settings.temperatures:

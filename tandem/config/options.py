@@ -80,7 +80,7 @@ class Options(BaseModel):
 
     @classmethod
     def label(cls, place: Sequence[int | str], value: object) -> str:
-        """What sentences call an option, or a part of it, that has a wrong value."""
+        """The name of an option with a wrong value, or of a part of it, in sentences."""
         return ".".join(map(str, place))
 
     @model_validator(mode="wrap")

@@ -17,7 +17,7 @@ from pydantic_settings import CliVariadicArg
 from tandem.config.settings import FilledSettings
 from tandem.errors import TandemError
 from tandem.serving.children import Child
-from tandem.serving.standard_streams import exit_with
+from tandem.serving.standard_streams import exit_with, write_out
 from tandem_coordinator.cli.main import exit_code
 
 ItemT = TypeVar("ItemT")
@@ -77,6 +77,11 @@ def bisect(
             best, distance = middle, abs(reached - wanted)
         low, high = (middle, high) if reached < wanted else (low, middle)
     return best
+
+
+def print_row(*cells: object) -> None:
+    """Print a row of a table in Markdown."""
+    write_out(f"| {' | '.join(map(str, cells))} |\n")
 
 
 # ---- command lines

@@ -100,7 +100,7 @@ class UpOptions(VerbOptions):
         f"[default: the service's, or {SHARES['draft']:g} beside the target on one GPU]",
     )
     engine: Literal["auto", "tandem", "vllm"] | None = None
-    """What runs the models. [default: each service's, auto]"""
+    """Engine that runs the models. [default: each service's, auto]"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
     """Type of the weights. [default: each service's]"""
     threads: int | None = Field(default=None, ge=1)

@@ -63,7 +63,7 @@ class GenerationServicer(GenerationServiceServicer):
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         if isinstance(request, bytes):
             models, bounds = self._completions.models, self._completions.bounds
-            request = await self._parsed(generation_pb2.GenerateRequest, request, max_bytes(models, bounds))
+            request = await self._parse(generation_pb2.GenerateRequest, request, max_bytes(models, bounds))
             # Before anything is built of them.
             prompt_tokens = len(request.token_ids.token_ids)
             refuse([*too_long(prompt_tokens, models.target.max_length), *too_many(request, bounds)])
@@ -87,12 +87,12 @@ class GenerationServicer(GenerationServiceServicer):
         models, bounds = self._completions.models, self._completions.bounds
         if isinstance(request, bytes):
             limit = _max_text_bytes(models, bounds) + MAX_CHAT_MESSAGES * _MESSAGE_BYTES
-            request = await self._parsed(generation_pb2.RenderChatRequest, request, limit)
+            request = await self._parse(generation_pb2.RenderChatRequest, request, limit)
         messages = [asdict(each) for each in chat_from_proto(request)]
         text = await self._chats.prompt(messages, max_bytes=bounds.max_prompt_bytes)
         return chat_prompt_to_proto(await models.encode(text, bounds, add_special_tokens=False))
 
-    async def _parsed(self, kind: type[MessageT], content: bytes, limit: int) -> MessageT:
+    async def _parse(self, kind: type[MessageT], content: bytes, limit: int) -> MessageT:
         if len(content) > limit:
             raise InvalidRequestError(f"the request has {len(content)} bytes; it must be at most {limit}")
         try:

@@ -102,7 +102,7 @@ def typical(epsilon: float, delta: float) -> TokenRule:
         target = token_statistics(own, index)
         return target.prob > min(epsilon, delta * math.exp(-target.entropy))
 
-    return TokenRule(passes, _each(_sampled))
+    return TokenRule(passes, _each(_sample))
 
 
 def _each(follow: Callable[[Round, int, Noise], Acceptance]) -> Follow:
@@ -112,7 +112,7 @@ def _each(follow: Callable[[Round, int, Noise], Acceptance]) -> Follow:
     ]
 
 
-def _sampled(own: Round, count: int, noise: Noise) -> Acceptance:
+def _sample(own: Round, count: int, noise: Noise) -> Acceptance:
     return Acceptance(count, sample_target(own, count, noise), _kind(own, count))
 
 
@@ -136,7 +136,7 @@ def _logit_passes(own: Round, index: int, noise: Noise) -> bool:
 
 def _logit_follow(own: Round, count: int, noise: Noise) -> Acceptance:
     if not own.proposal.token_ids:
-        return _sampled(own, 0, noise)
+        return _sample(own, 0, noise)
     if count == len(own.proposal.token_ids):
         return Acceptance(count, -1, NextToken.NONE)
     return _most_probable(own, count, noise)

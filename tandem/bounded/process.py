@@ -49,7 +49,7 @@ class BoundedProcess:
             raise CapacityError(f"{self._waiting} {self._waiters}; try again later")
         self._waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._answered, job)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, job)
         finally:
             self._waiting -= 1
 
@@ -66,12 +66,12 @@ class BoundedProcess:
 
     # ---- on the thread
 
-    def _answered(self, job: Any) -> dict[str, Any]:
+    def _answer(self, job: Any) -> dict[str, Any]:
         if self._is_closed:
             raise JobError("is not done any more")
         if self._process is None or self._process.poll() is not None:
             self._start()
-        return {} if job is None else self._exchanged(job)
+        return {} if job is None else self._exchange(job)
 
     def _start(self) -> None:
         self._end()
@@ -82,12 +82,12 @@ class BoundedProcess:
         if self._first is None:
             return
         try:
-            self._exchanged(self._first)
+            self._exchange(self._first)
         except JobError:
             self._end()
             raise
 
-    def _exchanged(self, message: Any) -> dict[str, Any]:
+    def _exchange(self, message: Any) -> dict[str, Any]:
         process = cast("subprocess.Popen[bytes]", self._process)
         try:
             write_message(cast(BinaryIO, process.stdin), message)

@@ -103,11 +103,11 @@ class OptionParser(ArgumentParser):
         note = _note(field)
         title = GROUPS.get(self._owners[name], "Options")
         notes = "; ".join(filter(None, (f"env var: {self._cls.variable(name)}", note)))
-        self._groups[title].add_argument(*flags, **how, help=_escaped(f"{meaning} [{notes}]"))
+        self._groups[title].add_argument(*flags, **how, help=_escape(f"{meaning} [{notes}]"))
         if SHORT_HELP in field.metadata:
             first = _SENTENCE_END.split(meaning)[0].rstrip(".")
             words = first if note in ("", "default: false") else f"{first} [{note}]"
-            self._short.append((title, flags[0], {**how, "help": _escaped(words)}))
+            self._short.append((title, flags[0], {**how, "help": _escape(words)}))
 
     def format_short_help(self) -> str:
         """The help of the options that most people need."""
@@ -126,7 +126,7 @@ def _note(field: FieldInfo) -> str:
     return "" if default in (None, "", ()) else f"default: {spelled(default)}"
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     """A help that argparse formats with %."""
     return text.replace("%", "%%")
 

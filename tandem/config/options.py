@@ -246,11 +246,11 @@ def spelled_one_way(
         raise ConfigurationError(f"{_JSON_OPTION} is {values[_JSON_OPTION]!r}; it must be a JSON object")
     # Inside the JSON form the length is the draft's; a flag or a field of that name is a server's.
     aliases = {**ALIASES, "max_model_len": "draft_max_length"}
-    found = _renamed(inside or {}, fields, aliases, is_shared=True)
-    return found | _renamed(own, fields, ALIASES, is_shared=is_shared)
+    found = _rename(inside or {}, fields, aliases, is_shared=True)
+    return found | _rename(own, fields, ALIASES, is_shared=is_shared)
 
 
-def _renamed(
+def _rename(
     values: Mapping[str, Any], fields: Container[str], aliases: Mapping[str, str], *, is_shared: bool
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}

@@ -396,7 +396,7 @@ def verifications(
         request.options.adjustments or request.options.sampling.penalizes for request in requests
     ):
         parts = torch.split(logits, [request.step.row_count for request in requests])
-        blocks = [torch.cat([_processed(requests[i], parts[i]) for i in own]) for own in groups.values()]
+        blocks = [torch.cat([_process(requests[i], parts[i]) for i in own]) for own in groups.values()]
     launched = [
         kind.launch(block, list(islice(given, len(arrays))), sampler)
         for kind, block, arrays in zip(kinds, blocks, inputs, strict=True)
@@ -414,7 +414,7 @@ def _kind_of(request: RowRequest) -> type[RowsOfKind]:
     return {RowKind.DENSE: RowsOfKind, RowKind.SUPPORT: SupportRows}.get(request.step.row_kind, tokens)
 
 
-def _processed(request: RowRequest, block: Tensor) -> Tensor:
+def _process(request: RowRequest, block: Tensor) -> Tensor:
     # In the order of vLLM and transformers
     options = request.options
     if options.adjustments:

@@ -107,9 +107,9 @@ def load_core(options: Mapping[str, Any], on_failure: Callable[[], None] | None)
     check_engine("V2" if uses_v2_runner() else "V1")
     began = time.perf_counter()
     try:
-        with _progress_told(), warnings.catch_warnings():
+        with _report_progress(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they are about its own code
-            core = _started(options, on_failure)
+            core = _start(options, on_failure)
         check_runner(core.executor.collective_rpc("tandem_lacks")[0])
     except ConfigurationError:
         raise
@@ -120,7 +120,7 @@ def load_core(options: Mapping[str, Any], on_failure: Callable[[], None] | None)
     return core
 
 
-def _started(options: Mapping[str, Any], on_failure: Callable[[], None] | None) -> Core:
+def _start(options: Mapping[str, Any], on_failure: Callable[[], None] | None) -> Core:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
@@ -158,7 +158,7 @@ def gpus_to_itself(count: int) -> Iterator[None]:
 
 
 @contextmanager
-def _progress_told() -> Iterator[None]:
+def _report_progress() -> Iterator[None]:
     """Log that loading goes on. Workers in other processes, which may read weights for minutes, log warnings alone."""
     began, is_loaded = time.perf_counter(), threading.Event()
 

@@ -207,7 +207,7 @@ class GrammarState:
     def follow(self, token_ids: list[int]) -> bool:
         """Go to the state behind these tokens, all of the completion's; False where the grammar forbids one of them. An
         InvalidRequestError says that it exceeds the limits."""
-        begin = self._thought(token_ids)
+        begin = self._end_of_thought(token_ids)
         self._is_first, self._is_free = not token_ids, begin < 0
         own = [] if self._is_free else token_ids[begin:]
         read, kept = self._read, len(self._read)
@@ -218,7 +218,7 @@ class GrammarState:
         missing = own[kept:]
         if not missing:
             return True
-        count = self._allowed(missing)
+        count = self._count_allowed(missing)
         if count and not self._matcher.consume_tokens(missing[:count]):
             self._check()
         read += missing[:count]
@@ -246,9 +246,9 @@ class GrammarState:
         """How many of these tokens may follow. A span in which anything may is not looked into."""
         if self._is_free or self._may_think:
             return len(token_ids)
-        return self._allowed(token_ids)
+        return self._count_allowed(token_ids)
 
-    def _allowed(self, token_ids: Sequence[int]) -> int:
+    def _count_allowed(self, token_ids: Sequence[int]) -> int:
         known = itertools.takewhile(lambda token_id: token_id < self._known_ids, token_ids)
         count: int = self._matcher.validate_tokens([*known])
         return count
@@ -290,7 +290,7 @@ class GrammarState:
         """True before the first token of a model that may think before it answers."""
         return self._is_first and self.grammar.think_start_token_id is not None
 
-    def _thought(self, token_ids: list[int]) -> int:
+    def _end_of_thought(self, token_ids: list[int]) -> int:
         """Index of the first token behind the think span with which the completion begins; -1 within it."""
         start, end = self.grammar.think_start_token_id, self.grammar.think_end_token_id
         thinks = self.grammar.is_thinking or token_ids[:1] == [start]

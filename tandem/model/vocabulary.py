@@ -82,13 +82,13 @@ class Vocabulary:
     def _forget_prefix(self) -> None:
         if self._tokenizer.normalizer is not None:
             steps = [step for step in steps_of(self._tokenizer.normalizer) if step["type"] != "Prepend"]
-            self._tokenizer.normalizer = _restored(normalizers.Sequence([]), "normalizers", steps)
+            self._tokenizer.normalizer = _restore(normalizers.Sequence([]), "normalizers", steps)
         if self._tokenizer.pre_tokenizer is not None:
             steps = [
                 {**step, **_NO_PREFIX.get(step["type"], {})}
                 for step in steps_of(self._tokenizer.pre_tokenizer)
             ]
-            self._tokenizer.pre_tokenizer = _restored(pre_tokenizers.Sequence([]), "pretokenizers", steps)
+            self._tokenizer.pre_tokenizer = _restore(pre_tokenizers.Sequence([]), "pretokenizers", steps)
 
     @cached_property
     def ids(self) -> dict[bytes, int]:
@@ -131,7 +131,7 @@ def steps_of(component: Any) -> Iterator[dict[str, Any]]:
         waiting[:0] = inner
 
 
-def _restored(component: Any, inner: str, steps: Sequence[dict[str, Any]]) -> Any:
+def _restore(component: Any, inner: str, steps: Sequence[dict[str, Any]]) -> Any:
     """A sequence of steps, from what tokenizer.json would say of them."""
     component.__setstate__(json.dumps({"type": "Sequence", inner: [*steps]}).encode())
     return component
@@ -252,7 +252,7 @@ class Transcript:
             self._counts.pop()
         start, kept = self._starts.pop(), self._counts.pop()
         del self.token_ids[kept:]
-        self.is_whole, found = _tokenized(self._draft, bytes(self._text[start:]), start)
+        self.is_whole, found = _tokenize(self._draft, bytes(self._text[start:]), start)
         for begin, tokens in found:
             self._starts.append(begin)
             self._counts.append(len(self.token_ids))
@@ -291,11 +291,11 @@ class TranscriptEnd:
 
     def tokens(self, more: bytes) -> list[int] | None:
         """The draft's tokens of the segment and this text; None if the text ends within a character."""
-        is_whole, found = _tokenized(self._draft, self._text + more, self._start)
+        is_whole, found = _tokenize(self._draft, self._text + more, self._start)
         return [token_id for _, tokens in found for token_id in tokens] if is_whole else None
 
 
-def _tokenized(draft: Vocabulary, text: bytes, start: int) -> tuple[bool, list[tuple[int, list[int]]]]:
+def _tokenize(draft: Vocabulary, text: bytes, start: int) -> tuple[bool, list[tuple[int, list[int]]]]:
     """The segments of a text that begins so many bytes behind the whole's begin, one at least: where each begins, and
     its tokens. A part of a character at the end is left out; False if there is one."""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")

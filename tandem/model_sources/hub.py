@@ -62,7 +62,7 @@ def fetch(model_id: str, revision: str | None = None) -> Path:
             model_id, revision=revision, allow_patterns=list(_FILES), ignore_patterns=list(_OTHER_EXPORTS)
         )
     except Exception as error:  # the HTTP library's own errors differ between versions of huggingface_hub
-        raise _explained(error, model_id, revision) from error
+        raise _explain(error, model_id, revision) from error
     return Path(str(folder))
 
 
@@ -88,7 +88,7 @@ def model_name(folder: Path) -> str:
     return folder.resolve().name
 
 
-def _explained(error: Exception, model_id: str, revision: str | None) -> TandemError:
+def _explain(error: Exception, model_id: str, revision: str | None) -> TandemError:
     from huggingface_hub import errors
 
     if isinstance(error, errors.LocalEntryNotFoundError):

@@ -362,7 +362,7 @@ def guarding(calls: RunningCalls, stalled_reader_timeout_seconds: float | None =
         inner, read = behaviour_of(handler), handler.request_deserializer or bytes
         # Messages are read within the boundary: of bytes that are none, gRPC would make a Python error, or UNKNOWN.
         if handler.request_streaming:
-            requests_of = partial(_messages, read, _described(details.method))
+            requests_of = partial(_messages, read, _find_requests(details.method))
         else:
             requests_of = partial(_message, read)
         counted = nullcontext if details.method.startswith(_NOT_COUNTED) else calls.running
@@ -394,7 +394,7 @@ def _message(read: Callable[[bytes], Any], content: bytes) -> Any:
         raise unreadable() from None
 
 
-def _described(method: str) -> Descriptor | None:
+def _find_requests(method: str) -> Descriptor | None:
     """The requests of a method; None for one without a protocol, whose messages are bytes."""
     try:
         found: Descriptor = (

@@ -27,14 +27,14 @@ def fill_closed() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
-    sys.stdin = sys.stdin or _opened(0, "r")
-    sys.stdout = sys.stdout or _opened(1, "w")
-    sys.stderr = sys.stderr or _opened(2, "w")
+    sys.stdin = sys.stdin or _open(0, "r")
+    sys.stdout = sys.stdout or _open(1, "w")
+    sys.stderr = sys.stderr or _open(2, "w")
     if not has_stdout:
         raise OutputError("stdout is closed; it must be open, for example on /dev/null")
 
 
-def _opened(number: int, mode: Literal["r", "w"]) -> TextIO:
+def _open(number: int, mode: Literal["r", "w"]) -> TextIO:
     return open(number, mode, encoding="utf-8", closefd=False)
 
 

@@ -27,9 +27,9 @@ LETTERS = "QZJVKWYH"
 LETTER_IDS: list[int] = TOKENIZER.encode(LETTERS).ids
 CALLERS = ("the-token-of-the-first-caller", "the-token-of-the-second-caller")
 K = 8
-TOLD, KNOWN = 40, 6
+TOLD, KNOWN = 32, 6
 """Tokens of the answer that is attacked, and how many of them the attacker knows."""
-LENGTHS = 3
+LENGTHS = 2
 """Numbers of known tokens behind which the next one is guessed."""
 ANSWER_SECONDS = 300.0
 SHARING = ("--share-between-callers", "suffix")
@@ -132,7 +132,8 @@ def _proposed_behind(cluster: Cluster, known: Sequence[int]) -> list[int]:
     form = {"regex": f"[{last}{other}][{LETTERS}]{{400}}"}
     rule = {"rejection_sampling_strategy": "typical-acceptance", "temperature": 1e6}
     for seed in range(16):
-        answer = cluster.complete(1, known[:-1], max_tokens=TOLD, seed=seed, structured_outputs=form, **rule)
+        # A round behind the first token, whose last one nobody has drafted
+        answer = cluster.complete(1, known[:-1], max_tokens=K + 2, seed=seed, structured_outputs=form, **rule)
         if ids_of(answer)[0] == known[-1]:
             drafted: list[bool] = answer["choices"][0]["drafted"]
             return ids_of(answer)[1 : drafted.index(False, 1)]

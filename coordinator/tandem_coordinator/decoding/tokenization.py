@@ -28,7 +28,7 @@ def max_bytes_per_token(tokenizer: Tokenizer) -> int | None:
     added = tokenizer.get_added_tokens_decoder()
     if any(token.lstrip or token.rstrip for token in added.values()):
         return None
-    shrinking = _shrinking(steps_of(tokenizer.normalizer))
+    shrinking = _max_shrinkage(steps_of(tokenizer.normalizer))
     pre_tokenizers = [*steps_of(tokenizer.pre_tokenizer)]
     if shrinking is None or not all(map(_keeps_text, pre_tokenizers)):
         return None
@@ -59,7 +59,7 @@ def _keeps_text(step: dict[str, Any]) -> bool:
     return step["type"] in ("Split", "Punctuation") and step["behavior"] != "Removed"
 
 
-def _shrinking(steps: Iterable[dict[str, Any]]) -> int | None:
+def _max_shrinkage(steps: Iterable[dict[str, Any]]) -> int | None:
     """How many bytes of a text may become one byte of the normalized text; None where any number may."""
     shrinking = 1
     for step in steps:
@@ -110,7 +110,7 @@ class PromptEncoder:
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """The text's token ids, with or without the special tokens that the tokenizer adds by itself."""
-        encode = partial(_encoded, self.tokenizer, text, add_special_tokens=add_special_tokens)
+        encode = partial(_encode, self.tokenizer, text, add_special_tokens=add_special_tokens)
         if len(text) < _SHORT_CHARACTERS:
             return tuple(encode().ids)
         threads = self._medium if len(text) < _LONG_CHARACTERS else self._long
@@ -118,7 +118,7 @@ class PromptEncoder:
         return tuple(encoded.ids)
 
 
-def _encoded(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> Encoding:
+def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> Encoding:
     """Encode with the batch method, the only one that releases the interpreter lock.
 
     With a text of 1 MiB, `Tokenizer.encode` stopped all other threads for 1.8 s, the batch method for at most 20 ms.

@@ -155,7 +155,7 @@ class Answer(ABC):
     def whole(self) -> dict[str, Any]:
         """The whole answer, once every completion has ended. Every piece of it was kept."""
         choices = [
-            self._text(choice.said, is_piece=False) | self._described(index, choice.logprobs, choice.ids)
+            self._text(choice.said, is_piece=False) | self._describe(index, choice.logprobs, choice.ids)
             for index, choice in enumerate(self.choices)
         ]
         return {**self._head, "object": self.whole_object, "choices": choices, **self.account()}
@@ -170,7 +170,7 @@ class Answer(ABC):
                 if not (has_text or chunk.summary or chunk.logprobs or self._with_ids or is_first):
                     continue  # it says nothing to the client
                 described = self._text(said, is_piece=True, is_first=is_first)
-                described |= self._described(index, self._logprobs(choice, chunk), self._ids(chunk))
+                described |= self._describe(index, self._logprobs(choice, chunk), self._ids(chunk))
                 piece = {**self._head, "object": self.piece_object, "choices": [described]}
                 if self.prompt_tokens:
                     piece["usage"] = _usage(self.prompt_tokens[index], choice.tokens)
@@ -202,7 +202,7 @@ class Answer(ABC):
             described["sampling"] = describe_sampling(sampling)
         return described
 
-    def _described(self, index: int, logprobs: dict[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:
+    def _describe(self, index: int, logprobs: dict[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:
         reader, summary = self.choices[index].reader, self.choices[index].summary
         reason = summary and summary.finish_reason
         has_called = reader is not None and reader.calls and reason is FinishReason.STOP

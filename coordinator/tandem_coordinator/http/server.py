@@ -44,7 +44,7 @@ class HttpServer:
     def __init__(self, settings: CoordinatorSettings, app: ASGIApp) -> None:
         """Bind the address of the settings."""
         assert settings.http_port is not None
-        tls, host = _reloaded_context(settings), settings.http_host
+        tls, host = _make_context(settings), settings.http_host
         self._socket = _listening_socket(host, settings.http_port)
         name = f"[{host}]" if ":" in host else host
         self.url = f"{'http' if tls is None else 'https'}://{name}:{self._socket.getsockname()[1]}"
@@ -165,7 +165,7 @@ def _listening_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-def _reloaded_context(settings: CoordinatorSettings) -> ssl.SSLContext | None:
+def _make_context(settings: CoordinatorSettings) -> ssl.SSLContext | None:
     """TLS with the certificate that the files hold by the time of each handshake; None without TLS."""
     cert, key, client_ca = settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file
     if cert is None or key is None:

@@ -301,7 +301,7 @@ class CallReader:
             self._keep(self._character)
             self._character = yield
         yield from self._next()
-        return _unquoted("".join(string))
+        return _unquote("".join(string))
 
     def _read_value(self) -> Generator[None, str, bool]:
         """Read a value of JSON; False where there is none, or the text ends first.
@@ -426,7 +426,7 @@ class CallReader:
         if key == "name":
             if call.name or not value.startswith('"'):
                 return False
-            call.name = _unquoted(value[1:-1])
+            call.name = _unquote(value[1:-1])
             return bool(call.name)
         if key != "id" and (key, value) != ("type", '"function"'):
             call.others.append("".join(self._held[start:]))
@@ -536,7 +536,7 @@ class CallReader:
         return name
 
 
-def _unquoted(string: str) -> str:
+def _unquote(string: str) -> str:
     """The text of a string of JSON, given without its quotes; as it is where a model has made up an escape."""
     try:
         text: str = json.loads(f'"{string}"', strict=False)

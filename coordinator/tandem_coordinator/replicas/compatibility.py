@@ -205,7 +205,7 @@ class Fleet:
         if self.target is None:
             self.target = info
         differences = [
-            f"{field.name} is {_shown(info, field.name)} for this target and {_shown(self.target, field.name)} for the "
+            f"{field.name} is {_show(info, field.name)} for this target and {_show(self.target, field.name)} for the "
             "others; all targets must serve one model alike"
             for field in fields(ModelInfo)
             if field.name not in _MAY_DIFFER and getattr(info, field.name) != getattr(self.target, field.name)
@@ -235,6 +235,6 @@ class Fleet:
         )
 
 
-def _shown(info: ModelInfo, name: str) -> str:
+def _show(info: ModelInfo, name: str) -> str:
     value = getattr(info, name)
     return value[:12] if name == "tokenizer_hash" else str(value)

@@ -407,17 +407,17 @@ class Pool(Generic[ClientT]):
 
         The sequences there move to another replica, or stay until they end.
         """
-        member = self._known(address)
+        member = self._member_at(address)
         self.drained.add(address)
         member.notify_change()
 
     def resume(self, address: str) -> None:
         """Send new sequences to this address again, if its name still includes it."""
-        member = self._known(address)
+        member = self._member_at(address)
         self.drained.discard(address)
         member.notify_change()
 
-    def _known(self, address: str) -> Member[ClientT]:
+    def _member_at(self, address: str) -> Member[ClientT]:
         if address not in self.members:
             known = ", ".join(self.members) or "none"
             raise InvalidRequestError(
@@ -478,7 +478,7 @@ class Pool(Generic[ClientT]):
         missing at the next resolution and have no sequences left."""
         wanted: dict[str, Address] = {}
         for address in self.addresses:
-            for found in await self._resolved(address):
+            for found in await self._resolve(address):
                 wanted.setdefault(found, address)
         for found, address in wanted.items():
             if found not in self.members:
@@ -493,7 +493,7 @@ class Pool(Generic[ClientT]):
                 await member.close()
                 logger.info("replica dropped", extra={"role": self.role.value, "address": found})
 
-    async def _resolved(self, address: Address) -> list[str]:
+    async def _resolve(self, address: Address) -> list[str]:
         if not address.is_name:
             return [str(address)]
         try:

@@ -93,7 +93,7 @@ class ChunkQueue:
             await self._next_get()
         else:
             # The reader wakes a turn of the loop later than the writer of the next round's question, which goes first.
-            self._pacer.hand_over(self._reader, self._taken())
+            self._pacer.hand_over(self._reader, self._take())
             self._reader = None
         # A reader that does nothing in between has taken the chunk and asked for more before this task runs again.
         if is_last and self._reader is None:
@@ -103,7 +103,7 @@ class ChunkQueue:
         """Return the next chunk; None once the queue is closed."""
         self._is_asked.set()
         if self._held and (self._is_due or self._is_closed):
-            return self._taken()
+            return self._take()
         if self._is_closed:
             return None
         self._reader = asyncio.get_running_loop().create_future()
@@ -113,7 +113,7 @@ class ChunkQueue:
         """Let the reader know that nothing follows. It gets what is held first."""
         self._is_closed = True
         if self._reader is not None:
-            self._resume(self._reader, self._taken() if self._held else None)
+            self._resume(self._reader, self._take() if self._held else None)
 
     def _resume(self, reader: Reader, chunk: Chunk | None) -> None:
         if not reader.done():  # its call was cancelled
@@ -124,7 +124,7 @@ class ChunkQueue:
         self._is_asked.clear()
         await self._is_asked.wait()
 
-    def _taken(self) -> Chunk:
+    def _take(self) -> Chunk:
         self._is_due = False
         if self._pause is not None:
             self._pause.cancel()
@@ -139,7 +139,7 @@ class ChunkQueue:
         elif self._reader is None:
             self._is_due = True
         else:
-            self._resume(self._reader, self._taken())
+            self._resume(self._reader, self._take())
 
 
 async def stream_of(

@@ -63,7 +63,7 @@ class CheckedGrammars:
 # ---- the process that tries them
 
 
-def _tried(tokenizer: LLTokenizer, job: Any) -> dict[str, Any]:
+def _try_grammar(tokenizer: LLTokenizer, job: Any) -> dict[str, Any]:
     """Empty if the grammar can be compiled."""
     grammar = Grammar(GrammarKind(job["kind"]), job["source"])
     try:
@@ -75,4 +75,4 @@ def _tried(tokenizer: LLTokenizer, job: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    work(partial(_tried, LLTokenizer("byte")))
+    work(partial(_try_grammar, LLTokenizer("byte")))

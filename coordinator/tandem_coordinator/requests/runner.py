@@ -109,14 +109,14 @@ class RequestRunner:
                 plan = await make_plan(request, name, self.bounds, self.models, scopes, self._choose_rule)
                 await self._run_rounds(plan, observer, deadline, place, queue)
 
-        with _observed(observer), self.admission.stream(peer):
+        with _observe(observer), self.admission.stream(peer):
             queue = ChunkQueue(self.bounds.stream_interval, self._pacer)
             async with aclosing(stream_of(run, queue, deadline_seconds)) as chunks:
                 async for chunk in chunks:
                     yield chunk
 
     def refuse(self, traceparent: str) -> NoReturn:
-        with _observed(self._observer.begin(uuid.uuid4().hex, traceparent)):
+        with _observe(self._observer.begin(uuid.uuid4().hex, traceparent)):
             raise self.admission.refusal()
 
     async def _run_rounds(
@@ -153,10 +153,10 @@ class RequestRunner:
             streams.callback(self._count_request, active, observer)
             if speculation is not None:
                 events.subscribe(speculation.round_ended)
-            await streams.enter_async_context(_closing(draft))
-            await streams.enter_async_context(_closing(target))
+            await streams.enter_async_context(_close_at_end(draft))
+            await streams.enter_async_context(_close_at_end(target))
             if plan.request.echo:
-                await queue.put(self._with_summary(await _echoed(plan, completion, target), active))
+                await queue.put(self._with_summary(await _echo_prompt(plan, completion, target), active))
             session = RoundSession(
                 completion,
                 draft,
@@ -274,7 +274,7 @@ class RequestRunner:
         return self.speculation.choose_rule(names, draft, temperature, self.admission.running)
 
 
-async def _echoed(plan: Plan, completion: Completion, target: FailoverTarget) -> Chunk:
+async def _echo_prompt(plan: Plan, completion: Completion, target: FailoverTarget) -> Chunk:
     """The prompt as the first chunk, and the last one of a completion of no tokens."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     if plan.request.logprobs is not None:
@@ -285,7 +285,7 @@ async def _echoed(plan: Plan, completion: Completion, target: FailoverTarget) ->
 
 
 @asynccontextmanager
-async def _closing(side: FailoverDraft | NoDraft | FailoverTarget) -> AsyncIterator[None]:
+async def _close_at_end(side: FailoverDraft | NoDraft | FailoverTarget) -> AsyncIterator[None]:
     """Finish the sequence when the block succeeds, and drop it in any case, so that an error ends computation at
     once."""
     try:
@@ -296,7 +296,7 @@ async def _closing(side: FailoverDraft | NoDraft | FailoverTarget) -> AsyncItera
 
 
 @contextmanager
-def _observed(observer: RequestObserver) -> Iterator[None]:
+def _observe(observer: RequestObserver) -> Iterator[None]:
     try:
         yield
     except BaseException as error:

@@ -66,7 +66,7 @@ class LiveConfig:
         for name, text in values.items():
             value = None if text.strip().lower() in ("", "null", "none") else text.strip()
             changes[name] = ConfigOption(name, value, Origin.LIVE, True, by, now)
-        before, self.current, self._changes = self.current, self._validated(changes), changes
+        before, self.current, self._changes = self.current, self._validate(changes), changes
         named = [name for name in LIVE_OPTIONS if name in values or name in reset]
         for name in named:
             old, new = getattr(before, name), getattr(self.current, name)
@@ -75,7 +75,7 @@ class LiveConfig:
         current = self.current.model_dump(mode="json", include=set(named))
         return [self._option(name, current[name]) for name in named]
 
-    def _validated(self, changes: Mapping[str, ConfigOption]) -> CoordinatorSettings:
+    def _validate(self, changes: Mapping[str, ConfigOption]) -> CoordinatorSettings:
         # Without the options' sources: their values are already here, and must not be read again.
         values = self._at_start.model_dump(exclude=set(SourceOptions.model_fields) | set(changes))
         values |= {name: change.value for name, change in changes.items() if change.value is not None}

@@ -166,8 +166,8 @@ def describe(stats: SpeculationStats, state: SpeculationState | None = None) -> 
         "tokens_per_pass": round(tokens_per_pass(stats), 6),
         "mean_acceptance_length": round(mean_acceptance_length(stats), 6),
         "per_position": {
-            "cumulative": _rounded(cumulative_rates(stats)),
-            "conditional": _rounded(conditional_rates(stats)),
+            "cumulative": _round_rates(cumulative_rates(stats)),
+            "conditional": _round_rates(conditional_rates(stats)),
         },
         "ahead": {
             "awaited": stats.ahead.awaited,
@@ -213,7 +213,7 @@ def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
-def _rounded(rates: list[float]) -> list[float]:
+def _round_rates(rates: list[float]) -> list[float]:
     return [round(rate, 6) for rate in rates]
 
 

@@ -251,7 +251,7 @@ class ObservedRequest(RequestObserver):
         if self._events > _MAX_EVENTS:
             attributes["tandem.events_dropped"] = self._events - _MAX_EVENTS
         if self._stats is not None:
-            attributes |= _described(self._stats)
+            attributes |= _describe(self._stats)
         return attributes
 
     @property
@@ -286,7 +286,7 @@ def _seconds(phases: Mapping[str, float]) -> dict[str, float]:
     return {f"tandem.seconds.{phase}": round(seconds, 6) for phase, seconds in phases.items()}
 
 
-def _described(stats: SpeculationStats) -> dict[str, Any]:
+def _describe(stats: SpeculationStats) -> dict[str, Any]:
     found: dict[str, Any] = describe(stats)
     told = {
         "rounds": stats.rounds,

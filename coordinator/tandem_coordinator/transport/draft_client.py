@@ -397,10 +397,10 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         until = time.monotonic() + patience_seconds
         if self.error is not None:
             raise self.error
-        if self._is_asked and await self._answered(until) is None:
+        if self._is_asked and await self._wait_for_answer(until) is None:
             return None
         self._ask(completion, count, budget)
-        proposal = await self._answered(until)
+        proposal = await self._wait_for_answer(until)
         if proposal is not None:
             self._check(proposal, *self._question)
         return proposal
@@ -421,7 +421,7 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         self._is_asked = True
         self.send(ProposeStep(self._remote.delta_to(completion.token_ids), count, self._granted))
 
-    async def _answered(self, until: float) -> Proposal | None:
+    async def _wait_for_answer(self, until: float) -> Proposal | None:
         """The answer to the last step; None while it is late. What is late already is not waited for again."""
         was_awaited = self._answer is None
         while self._answer is None:
@@ -434,10 +434,10 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         answer = self._answer
         if was_awaited:
             self.goes_on()
-        self._taken()
+        self._hand_over()
         return answer
 
-    def _taken(self) -> None:
+    def _hand_over(self) -> None:
         """The answer is somebody's."""
         self._answer = self._late_since = None
         self._is_asked, self.is_open = False, True

@@ -205,7 +205,7 @@ class BranchDrafting:
             for accepted, token_id in self._outcomes
         ]
         if lead is not None and self._outcomes[:1] == [(len(self.proposed), lead.token_ids[0])]:
-            token_id = self._led(lead)
+            token_id = self._extend_lead(lead)
             if token_id is None:
                 return None
             inputs[0] = token_id
@@ -234,7 +234,7 @@ class BranchDrafting:
             return None
         return [*self.context[: len(self.context) - len(self.proposed) + accepted], token_id]
 
-    def _led(self, lead: HeadStart) -> int | None:
+    def _extend_lead(self, lead: HeadStart) -> int | None:
         """Let the first branch go on behind the lead; its next token, None where the logits are not finite."""
         self._lead_count = len(lead.token_ids)
         first = self._branches[0]
@@ -258,9 +258,9 @@ class BranchDrafting:
             self._keep_within_bytes()
             if not self._branches:
                 return None
-            self._ready.append(self._told())
+            self._ready.append(self._take_depth())
         else:
-            self._ready += self._said(self.trunk)
+            self._ready += self._certain_depths(self.trunk)
         return self._step([branch.last_read for branch in self._branches])
 
     def count_step(self, record: StepRecord) -> None:
@@ -296,7 +296,7 @@ class BranchDrafting:
             kept += 1
         del self._branches[kept:]
 
-    def _told(self) -> DraftedOutcomes:
+    def _take_depth(self) -> DraftedOutcomes:
         depth = self._depth - 1
         return replace(
             self._outcomes_at(depth, [branch.token_ids[depth] for branch in self._branches]),
@@ -316,7 +316,7 @@ class BranchDrafting:
             next_token_ids=tuple(token_id for _, token_id in named),
         )
 
-    def _said(self, trunk: MappedTrunk) -> list[DraftedOutcomes]:
+    def _certain_depths(self, trunk: MappedTrunk) -> list[DraftedOutcomes]:
         """The depths that are certain now, where the draft writes text.
 
         The target's tokens of a word are known when it has ended. What is told of a text that turns out otherwise ends

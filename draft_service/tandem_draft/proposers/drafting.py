@@ -142,7 +142,7 @@ def propose_where_logits_are(ready: Sequence[Job[Drafting]], logits: Any) -> lis
         else replace(drafting, grammar=None, before=None, mask=_mask(drafting))
         for drafting in _with_tokens(ready)
     ]
-    outcomes, draftings = logits.apply(_extended_copies, own)
+    outcomes, draftings = logits.apply(_extend_copies, own)
     for job, drafting in zip(ready, draftings, strict=True):
         job.payload = replace(drafting, grammar=job.payload.grammar, before=job.payload.before, mask=None)
     found: list[Outcome] = outcomes
@@ -160,9 +160,7 @@ def _with_tokens(ready: Sequence[Job[Drafting]]) -> list[Drafting]:
     return [job.payload for job in ready]
 
 
-def _extended_copies(
-    draftings: Sequence[Drafting], logits: Tensor
-) -> tuple[list[Outcome], Sequence[Drafting]]:
+def _extend_copies(draftings: Sequence[Drafting], logits: Tensor) -> tuple[list[Outcome], Sequence[Drafting]]:
     """Outcomes and the proposals themselves, which may be copies: the worker may be in another process."""
     return extended(draftings, logits), draftings
 
@@ -183,19 +181,19 @@ def extended(
     shared = draftings[0].shared
     logits = known_to_target(logits, draftings[0].options.vocabulary_size)
     unmasked = logits
-    logits = _allowed(draftings, logits if shared is None else shared.restricted(logits), shared)
+    logits = _apply_grammars(draftings, logits if shared is None else shared.restricted(logits), shared)
     logits = _apply_penalties(draftings, logits)
     if all(drafting.options.sampling.is_greedy for drafting in draftings):
         columns: list[int] = sampler.argmax(logits).tolist()
     else:
-        columns = _drawn(draftings, logits, sampler, None if shared is None else shared.target_ids)
+        columns = _draw(draftings, logits, sampler, None if shared is None else shared.target_ids)
     return [
         _with_token(drafting, column, logits[i], unmasked[i])
         for i, (drafting, column) in enumerate(zip(draftings, columns, strict=True))
     ]
 
 
-def _allowed(draftings: Sequence[Drafting], logits: Tensor, shared: SharedTokens | None) -> Tensor:
+def _apply_grammars(draftings: Sequence[Drafting], logits: Tensor, shared: SharedTokens | None) -> Tensor:
     """The logits, of the shared tokens or of all, with -inf for what the grammars forbid."""
     own = [i for i, each in enumerate(draftings) if each.grammar is not None or each.mask is not None]
     if not own:
@@ -264,7 +262,7 @@ def _with_token(drafting: Drafting, column: int, logits: Tensor, unmasked: Tenso
     return drafting.outcome()
 
 
-def _drawn(draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler, ids: Tensor | None) -> list[int]:
+def _draw(draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler, ids: Tensor | None) -> list[int]:
     """Draw a column for each row, -1 where its logits are not finite, and record the distributions that travel.
 
     Logits are [len(draftings), V]. `ids` are the target's of each column, which key its noise; None: columns are ids.

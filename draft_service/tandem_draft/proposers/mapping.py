@@ -52,7 +52,7 @@ class Vocabularies:
 
     async def add(self, target: TargetTokenizer) -> Coverage:
         loop = asyncio.get_running_loop()
-        coverage = await loop.run_in_executor(self._thread, self._added, target)
+        coverage = await loop.run_in_executor(self._thread, self._add, target)
         if (mapped := self._known.get(target.hash)) is not None:
             await mapped.grammars.prepare()
         return coverage
@@ -81,16 +81,16 @@ class Vocabularies:
         tokenizer = parsed_tokenizer(self._file.read_bytes(), str(self._file))
         return Vocabulary(tokenizer, self._model.vocabulary_size, "the draft's")
 
-    def _added(self, target: TargetTokenizer) -> Coverage:
+    def _add(self, target: TargetTokenizer) -> Coverage:
         if (known := self.coverage(target.hash)) is not None:
             return known  # several coordinators of a target begin at once
-        mapped = self._known[target.hash] = self._shared(target)
+        mapped = self._known[target.hash] = self._map(target)
         while len(self._known) > MAX_TARGETS:
             self._known.popitem(last=False)
         logger.info("vocabulary mapped", extra={"tokenizer": target.hash[:12], **asdict(mapped.coverage)})
         return mapped.coverage
 
-    def _shared(self, target: TargetTokenizer) -> Mapped:
+    def _map(self, target: TargetTokenizer) -> Mapped:
         began = time.perf_counter()
         tokenizer = parsed_tokenizer(target.content, "that the coordinator sent")
         if (found := vocabulary_hash(tokenizer)) != target.hash:

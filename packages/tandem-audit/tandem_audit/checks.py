@@ -105,7 +105,7 @@ async def greedy_equality(server: Server, reference: Server) -> list[Check]:
         variations += [
             variation(*tops) for tops in zip(theirs.tops[:shared], ours.tops[:shared], strict=False)
         ]
-    found = [_compared("greedy, server and reference", pairs)]
+    found = [_compare("greedy, server and reference", pairs)]
     if variations:
         found.append(
             _alike("log probabilities, server and reference", variations, 0.1, "these are two models")
@@ -122,8 +122,8 @@ async def _greedy(server: Server) -> list[Check]:
     first, again = [[await server.complete_one(each) for each in prompts] for _ in range(2)]
     together = await _all(server, [prompts[i % len(prompts)] for i in range(_TOGETHER)])
     found = [
-        _compared("greedy, prefix cache cold and warm", list(zip(first, again, strict=True))),
-        _compared(
+        _compare("greedy, prefix cache cold and warm", list(zip(first, again, strict=True))),
+        _compare(
             "greedy, alone and among 16", [(first[i % len(prompts)], each) for i, each in enumerate(together)]
         ),
     ]
@@ -162,7 +162,7 @@ def first_difference(one: Completion, other: Completion) -> tuple[int, float | N
     return position, min(gaps)
 
 
-def _compared(name: str, pairs: Sequence[tuple[Completion, Completion]]) -> Check:
+def _compare(name: str, pairs: Sequence[tuple[Completion, Completion]]) -> Check:
     differences = [found for pair in pairs if (found := first_difference(*pair)) is not None]
     if not differences:
         return Check(name, Verdict.OK, f"{len(pairs)} of {len(pairs)} are equal")

@@ -63,7 +63,7 @@ def _print_version(is_wanted: bool) -> None:
         raise typer.Exit
 
 
-def _described(help_text: str, *flags: str, **more: Any) -> Any:
+def _option(help_text: str, *flags: str, **more: Any) -> Any:
     return typer.Option(*flags, help=help_text, **more)
 
 
@@ -89,36 +89,36 @@ def audit(
     *,
     url: Annotated[str, typer.Argument(help="OpenAI's API of the server: http://HOST:PORT/v1.")] = "",
     model: Annotated[
-        str | None, _described("Model to ask for. [default: the first one that the server lists]")
+        str | None, _option("Model to ask for. [default: the first one that the server lists]")
     ] = None,
     reference: Annotated[
-        str | None, _described("The same model without speculation, or before an upgrade: its URL.")
+        str | None, _option("The same model without speculation, or before an upgrade: its URL.")
     ] = None,
     reference_model: Annotated[
-        str | None, _described("Model to ask the reference for. [default: the first one that it lists]")
+        str | None, _option("Model to ask the reference for. [default: the first one that it lists]")
     ] = None,
     minutes: Annotated[
-        float, _described("Maximum minutes; the first checks always run to their end.", min=0.0)
+        float, _option("Maximum minutes; the first checks always run to their end.", min=0.0)
     ] = 10.0,
-    concurrency: Annotated[int, _described("Maximum requests at once.", min=1)] = 8,
-    max_tokens: Annotated[int, _described("Tokens of each sampled completion.", min=1)] = 64,
-    budget_requests: Annotated[int, _described("Maximum requests in all.", min=1)] = 20_000,
-    budget_tokens: Annotated[int, _described("Maximum generated tokens in all.", min=1)] = 500_000,
+    concurrency: Annotated[int, _option("Maximum requests at once.", min=1)] = 8,
+    max_tokens: Annotated[int, _option("Tokens of each sampled completion.", min=1)] = 64,
+    budget_requests: Annotated[int, _option("Maximum requests in all.", min=1)] = 20_000,
+    budget_tokens: Annotated[int, _option("Maximum generated tokens in all.", min=1)] = 500_000,
     num_speculative_tokens: Annotated[
         int | None,
-        _described("Tokens that the server proposes at once. [default: what its metrics show]", min=1),
+        _option("Tokens that the server proposes at once. [default: what its metrics show]", min=1),
     ] = None,
     body: Annotated[
-        str | None, _described("Extra fields of each request, as a JSON object.", metavar="JSON")
+        str | None, _option("Extra fields of each request, as a JSON object.", metavar="JSON")
     ] = None,
-    reference_body: Annotated[str | None, _described("The same for the reference.", metavar="JSON")] = None,
-    as_json: Annotated[bool, _described("Print the result as JSON.", "--json")] = False,
+    reference_body: Annotated[str | None, _option("The same for the reference.", metavar="JSON")] = None,
+    as_json: Annotated[bool, _option("Print the result as JSON.", "--json")] = False,
     html_file: Annotated[
-        Path | None, _described("Write a report with pictures to this file.", "--html", metavar="FILE")
+        Path | None, _option("Write a report with pictures to this file.", "--html", metavar="FILE")
     ] = None,
-    quiet: Annotated[bool, _described("Show no progress.", "--quiet", "-q")] = False,
+    quiet: Annotated[bool, _option("Show no progress.", "--quiet", "-q")] = False,
     version: Annotated[
-        bool, _described("Print the version.", "--version", callback=_print_version, is_eager=True)
+        bool, _option("Print the version.", "--version", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Audit a server as the options say, and show the result."""

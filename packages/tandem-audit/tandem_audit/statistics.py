@@ -231,8 +231,8 @@ class Calibration:
         functions |= {name: (values, none) for name, values in self._unusual(steps).items()}
         functions |= {base: (self._preferences(steps, base), none) for base in self._learnt}
         if not self.is_brief:
-            functions["copied pair"] = ((steps.ids == _copied(steps)[:, None]).astype(np.float64), none)
-            functions["favoured again"] = (_favoured(steps), none)
+            functions["copied pair"] = ((steps.ids == _find_copies(steps)[:, None]).astype(np.float64), none)
+            functions["favoured again"] = (_excess(steps), none)
         return functions
 
     def _tests(
@@ -253,17 +253,17 @@ class Calibration:
         drawn = moments["first choice"][0]
         for base in ("first choice", "surprise"):
             difference = (moments[base][0] - moments[base][1]) * steps.is_usable
-            yield f"{base} after a confident position", base, _lagged(first, index, 1, 0.0) > 0.8
-            yield f"{base} after an unlikely token", base, _lagged(drawn, index, 1, 1.0) == 0
+            yield f"{base} after a confident position", base, _lag(first, index, 1, 0.0) > 0.8
+            yield f"{base} after an unlikely token", base, _lag(drawn, index, 1, 1.0) == 0
             for lag in LAGS:
-                yield f"{base} with the one {lag} before", base, _lagged(difference, index, lag, 0.0)
+                yield f"{base} with the one {lag} before", base, _lag(difference, index, lag, 0.0)
         for i in range(modulus := self._modulus or 0):
             yield f"first choice at position {i} modulo {modulus}", "first choice", index % modulus == i
 
     def _buckets(self, steps: Steps, base: str) -> IntArray:
         keys = {
             "token bias": np.zeros_like(steps.tokens),
-            "pair bias": _lagged(steps.tokens, steps.index, 1, -2) + 3,
+            "pair bias": _lag(steps.tokens, steps.index, 1, -2) + 3,
         }[base]
         with np.errstate(over="ignore"):
             mixed = (keys[:, None] * np.int64(0x5851F42D4C957F2D) + steps.ids) * np.int64(0x2545F4914F6CDD1D)
@@ -284,7 +284,7 @@ class Calibration:
         return {_USUAL[0]: np.where(is_listed, more, 0.0), _USUAL[1]: np.where(is_listed, less, 0.0)}
 
     def _buckets_before(self, steps: Steps) -> IntArray:
-        return (_lagged(steps.tokens, steps.index, 1, -2) + 3) & (_BUCKETS - 1)
+        return (_lag(steps.tokens, steps.index, 1, -2) + 3) & (_BUCKETS - 1)
 
     def _preferences(self, steps: Steps, base: str) -> FloatArray:
         sums, variances = self._learnt[base][:, self._buckets(steps, base)]
@@ -320,14 +320,14 @@ def _moments(steps: Steps, values: FloatArray, unlisted: FloatArray) -> tuple[Fl
     return drawn, mean, variance, third
 
 
-def _lagged(values: NDArray[_T], index: IntArray, lag: int, filling: float) -> NDArray[_T]:
+def _lag(values: NDArray[_T], index: IntArray, lag: int, filling: float) -> NDArray[_T]:
     """The value so many positions before, in the same completion."""
     moved = np.full_like(values, filling)
     moved[lag:] = values[:-lag]
     return np.where(index >= lag, moved, np.full_like(values, filling))
 
 
-def _copied(steps: Steps) -> IntArray:
+def _find_copies(steps: Steps) -> IntArray:
     """The token behind the last occurrence of the previous one in this completion, as n-gram drafts propose; or -2."""
     found = np.full(len(steps), -2, np.int64)
     followers: dict[int, int] = {}
@@ -341,7 +341,7 @@ def _copied(steps: Steps) -> IntArray:
     return found
 
 
-def _favoured(steps: Steps) -> FloatArray:
+def _excess(steps: Steps) -> FloatArray:
     """The excess with which each candidate was drawn so far in its own completion, in [-1, 1]: noise that is used again
     favours the same tokens again. [T, M]."""
     count, buckets = len(steps), 256

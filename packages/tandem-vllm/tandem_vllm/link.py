@@ -218,7 +218,7 @@ class DraftedRow:
             if wanted <= 0:
                 return NOTHING
             if placement.current is not None:
-                return await self._asked(placement.current, wanted, batch)
+                return await self._ask(placement.current, wanted, batch)
         except TandemError as error:
             placement.lose(error)
         # A draft reads the sequence while vLLM works.
@@ -235,7 +235,7 @@ class DraftedRow:
         finally:
             self.placement.leave()
 
-    async def _asked(
+    async def _ask(
         self, place: OpenSequence[DraftClient, DraftSequence], wanted: int, batch: Batch
     ) -> Proposal:
         sequence, placement, counts = place.sequence, self.placement, self._counts
@@ -396,11 +396,11 @@ class DraftLink:
             if task is None:  # the row's last one goes on
                 batch.left -= 1
             else:
-                task.add_done_callback(partial(self._answered, batch, index, row))
+                task.add_done_callback(partial(self._take_answer, batch, index, row))
         if batch.left == 0:
             batch.done.set()
 
-    def _answered(self, batch: Batch, index: int, row: DraftedRow, task: asyncio.Task[Proposal]) -> None:
+    def _take_answer(self, batch: Batch, index: int, row: DraftedRow, task: asyncio.Task[Proposal]) -> None:
         batch.timed_out |= row.timed_out
         if not task.cancelled():
             error = task.exception()

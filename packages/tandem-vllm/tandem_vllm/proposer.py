@@ -86,7 +86,7 @@ class WaysOfDrafting:
         self.best = ways[0]
         self._made = {way: [0.0, 0.0] for way in ways}
         """Tokens and seconds of the steps in each way."""
-        self._plan = self._planned()
+        self._plan = self._plan_ways()
 
     def begin_step(self) -> Way:
         return next(self._plan)
@@ -96,7 +96,7 @@ class WaysOfDrafting:
         made = self._made[way]
         made[:] = keep * made[0] + tokens, keep * made[1] + seconds
 
-    def _planned(self) -> Iterator[Way]:
+    def _plan_ways(self) -> Iterator[Way]:
         """The best way step after step, and between the pauses a trial of each of the others in turn."""
         turns, pause = cycle(self._made), _FIRST_PAUSE
         while True:
@@ -313,7 +313,7 @@ class StepDrafter:
         over = [*scheduled.finished_req_ids, *(data.req_id for data in new)]
         ended = [self._known.pop(name) for name in over if name in self._known]
         asked = [
-            self._asked(
+            self._ask(
                 self._begin_request(
                     data.req_id, sampling_of(data.sampling_params), salt_of(data.sampling_params)
                 ),
@@ -333,7 +333,7 @@ class StepDrafter:
         is_asking = way is not Way.ALONE and self.patience.may_ask()
         seconds = self.patience.seconds if is_asking else 0.0
         asked = [
-            self._asked(sequence, row.tokens_from(sequence.told), is_asking=seconds > 0.0 and row.sampled > 0)
+            self._ask(sequence, row.tokens_from(sequence.told), is_asking=seconds > 0.0 and row.sampled > 0)
             for sequence, row in zip(sequences, rows, strict=True)
         ]
         expected = self.patience.expected()
@@ -360,7 +360,7 @@ class StepDrafter:
         known = self._known[name] = DraftedRow(options, scopes, self._limits, self.counts)
         return known
 
-    def _asked(self, sequence: DraftedRow, new_tokens: Sequence[int], *, is_asking: bool) -> AskedRow:
+    def _ask(self, sequence: DraftedRow, new_tokens: Sequence[int], *, is_asking: bool) -> AskedRow:
         sequence.told += len(new_tokens)
         room = self._max_length - 1 - sequence.told
         return AskedRow(sequence, new_tokens, min(self._token_count, room) if is_asking else 0)

@@ -51,10 +51,10 @@ class ComputingIn(TorchFunctionMode):
             return func(*args, **kwargs or {})
         # The two that read a matrix as tall as the vocabulary: widened as a whole it may outweigh the model
         if func is nn.functional.embedding:
-            return self._widened(func(*args, **kwargs or {}))
+            return self._widen(func(*args, **kwargs or {}))
         if func is nn.functional.linear:
             return self._linear(*args, **kwargs or {})
-        args, kwargs = tree_map(self._widened, (tuple(args), dict(kwargs or {})))
+        args, kwargs = tree_map(self._widen, (tuple(args), dict(kwargs or {})))
         try:
             return func(*args, **kwargs)
         except RuntimeError:
@@ -65,20 +65,20 @@ class ComputingIn(TorchFunctionMode):
                 lambda value: value.float() if getattr(value, "dtype", None) is torch.float64 else value,
                 (args, kwargs),
             )
-            return tree_map(self._widened, func(*args, **kwargs))
+            return tree_map(self._widen, func(*args, **kwargs))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
         rows = max(1, _WIDENED_AT_ONCE // weight.shape[1])
-        wide: Tensor = self._widened(input)
+        wide: Tensor = self._widen(input)
         product = wide.new_empty((*wide.shape[:-1], weight.shape[0]))
         # Written into one result: small ones between the wide parts would keep malloc from using their memory again
         for part, place in zip(torch.split(weight, rows), torch.split(product, rows, dim=-1), strict=True):
-            place.copy_(wide @ self._widened(part).mT)
+            place.copy_(wide @ self._widen(part).mT)
         if bias is not None:
-            product += self._widened(bias)
+            product += self._widen(bias)
         return product
 
-    def _widened(self, value: Any) -> Any:
+    def _widen(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.dtype in _FLOATS and value.dtype is not self._dtype:
             return value.to(self._dtype)
         return self._dtype if isinstance(value, torch.dtype) and value in _FLOATS else value

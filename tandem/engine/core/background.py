@@ -156,7 +156,7 @@ class BackgroundWork:
         self._begun.pop(sequence, None)
         job = self._waiting.pop(sequence, None)
         if job is not None and not sequence.is_released:
-            self._tried(job, partial(sequence.apply, job.delta))
+            self._try(job, partial(sequence.apply, job.delta))
 
     def run(self) -> None:
         """Run one step: of trunks while any wait to be read, otherwise of branches."""
@@ -183,7 +183,7 @@ class BackgroundWork:
         tokens = 0
         for sequence, job in [*self._waiting.items()]:
             del self._waiting[sequence]
-            trunk = self._tried(job, partial(self._prepared, job))
+            trunk = self._try(job, partial(self._prepare, job))
             count = sequence.pending_count
             if trunk is None or count > _MAX_STEP_TOKENS:
                 continue
@@ -197,7 +197,7 @@ class BackgroundWork:
             tokens += count
         return trunks
 
-    def _prepared(self, job: BackgroundJob) -> _Branches | None:
+    def _prepare(self, job: BackgroundJob) -> _Branches | None:
         """Apply the job's delta, and take over what a branch has computed of it; None where nothing can follow."""
         sequence = job.sequence
         sequence.apply(job.delta)
@@ -276,11 +276,11 @@ class BackgroundWork:
 
     def _follow(self, branches: _Branches, next_step: Callable[[], BranchStep | None]) -> None:
         """Let a job take its logits and say what to run next."""
-        step = self._tried(branches.job, next_step)
+        step = self._try(branches.job, next_step)
         if step is not None:
             self._begun[step.sequence] = branches, step
 
-    def _tried(self, job: BackgroundJob, act: Callable[[], ResultT]) -> ResultT | None:
+    def _try(self, job: BackgroundJob, act: Callable[[], ResultT]) -> ResultT | None:
         """Do a job's part. Its failure, for which this returns None, is no other job's."""
         try:
             return act()

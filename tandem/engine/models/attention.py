@@ -191,10 +191,10 @@ def _probe_serial(module: Any, device: torch.device) -> tuple[LayerGeometry, ...
     cache = DynamicCache(config=module.config)
     with torch.inference_mode():
         module(**_one_token(module, device), use_cache=True, past_key_values=cache)
-    return tuple(_stored(layer) for layer in cache.layers)
+    return tuple(_geometry_of(layer) for layer in cache.layers)
 
 
-def _stored(layer: object) -> LayerGeometry:
+def _geometry_of(layer: object) -> LayerGeometry:
     """A layer of transformers' cache over all tokens; transformers' masks handle windows."""
     if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
         raise UnsupportedAttentionError(f"a layer keeps a {type(layer).__name__}")

@@ -78,7 +78,7 @@ def _sharded_files(index: Path) -> tuple[Path, ...]:
         raise refusal(index, "should have a 'weight_map' from tensor names to files, but has none")
     foreign = next((name for name in weight_map.values() if not _is_inside(name)), None)
     if foreign is not None:
-        name = _shortened(foreign)
+        name = _shorten(foreign)
         raise refusal(index, f"names the file {name}; it should name {_SUFFIX} files inside its folder")
     names = sorted(set(weight_map.values()))
     missing = [name for name in names if not (index.parent / name).is_file()]
@@ -98,7 +98,7 @@ def _is_inside(name: object) -> bool:
     return not path.is_absolute() and ".." not in path.parts
 
 
-def _shortened(value: object) -> str:
+def _shorten(value: object) -> str:
     """A value as Python writes it, cut to fit a sentence."""
     text = repr(value)
     return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}..."
@@ -146,7 +146,7 @@ def _most_tensors(config: Mapping[str, Any]) -> int:
 
     def most(names: frozenset[str]) -> int:
         values = (section.get(name) for section in _sections(config) for name in names)
-        numbers = (number for value in values for number in _listed(value) if isinstance(number, int))
+        numbers = (number for value in values for number in _as_list(value) if isinstance(number, int))
         return min(max(numbers, default=0), _MAX_PARTS)
 
     blocks = max(most(_LAYERS), 1) * (1 + most(_EXPERTS))
@@ -158,7 +158,7 @@ def _sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [config, nested] if isinstance(nested, dict) else [config]
 
 
-def _listed(value: object) -> list[Any]:
+def _as_list(value: object) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
@@ -173,7 +173,7 @@ def _check_numbers(path: Path, config: Mapping[str, Any], tensor_count: int) -> 
     for name, value in named:
         least, most, why = bounds[name]
         # Some configs have one per layer, and null where it is derived
-        numbers = [number for number in _listed(value) if number is not None]
+        numbers = [number for number in _as_list(value) if number is not None]
         if wrong := [each for each in numbers if type(each) is not int or not least <= each <= most]:
             found = str(wrong[0])[:40]
             sentences.append(f"{name} is {found!r} and must be a whole number from {least} to {most}{why}")
@@ -291,7 +291,7 @@ def _try_long_runs(where: str, tokenizer: Tokenizer) -> None:
     except BaseException as error:
         # Rust's panics are a BaseException that no module exports. The search ends at 10 million steps, a second.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            fault = f"is a tokenizer that cannot split a run of one character: {_shortened(str(error))}"
+            fault = f"is a tokenizer that cannot split a run of one character: {_shorten(str(error))}"
             raise refusal(where, fault) from None
         raise
 
@@ -327,17 +327,17 @@ def _architecture(folder: Path, config: Mapping[str, Any]) -> str:
     if (other := config.get("transformers_weights")) is not None:
         raise refusal(
             path,
-            f"has transformers_weights {_shortened(other)}; it should have none, since weights are read from "
+            f"has transformers_weights {_shorten(other)}; it should have none, since weights are read from "
             f"{WEIGHTS_FILE} or {WEIGHTS_INDEX_FILE} alone",
         )
     return architectures[0]
 
 
 def _ids(path: Path, value: object) -> tuple[int, ...]:
-    values = _listed(value)
+    values = _as_list(value)
     if len(values) > _MAX_END_IDS or not all(type(item) is int and item >= 0 for item in values):
         fault = (
-            f"has eos_token_id {_shortened(value)}; it should be an id or a list of up to {_MAX_END_IDS} ids"
+            f"has eos_token_id {_shorten(value)}; it should be an id or a list of up to {_MAX_END_IDS} ids"
         )
         raise refusal(path, fault)
     return tuple(values)

@@ -43,18 +43,18 @@ def _parameter(name: str, value: object) -> float | int | None:
         return None
     number = _number(value)
     if number is None:
-        raise ValueError(f"has {name} {_shown(value)}; it must be a finite number")
+        raise ValueError(f"has {name} {_show(value)}; it must be a finite number")
     low = _WHOLE_NUMBERS.get(name)
     if low is None:
         return number
     if not (number.is_integer() and low <= number <= _MAX_WHOLE_NUMBER):
         raise ValueError(
-            f"has {name} {_shown(value)}; it must be a whole number from {low} to {_MAX_WHOLE_NUMBER}"
+            f"has {name} {_show(value)}; it must be a whole number from {low} to {_MAX_WHOLE_NUMBER}"
         )
     return max(int(number), 0)
 
 
-def _shown(value: object) -> str:
+def _show(value: object) -> str:
     return json.dumps(value)[:60]
 
 

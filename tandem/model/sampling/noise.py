@@ -37,14 +37,14 @@ Array: TypeAlias = Any
 """A numpy array or a torch tensor, used only through the array API standard."""
 
 
-def _signed(bits: int) -> int:
+def _as_signed(bits: int) -> int:
     """Return the 64 bits as a signed number, as numpy and torch compute with them."""
     return bits - (1 << 64) if bits >> 63 else bits
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_FIRST_MULTIPLIER = _signed(0xBF58476D1CE4E5B9)
-_SECOND_MULTIPLIER = _signed(0x94D049BB133111EB)
+_GOLDEN = _as_signed(0x9E3779B97F4A7C15)
+_FIRST_MULTIPLIER = _as_signed(0xBF58476D1CE4E5B9)
+_SECOND_MULTIPLIER = _as_signed(0x94D049BB133111EB)
 
 _ALL_BITS = (1 << 64) - 1
 """Python's integers are cut to the 64 bits of numpy's and torch's."""
@@ -128,7 +128,7 @@ def stream_keys(
 
 def stream_key(seed: int, position: int, purpose: Purpose, round_base: int = 0) -> int:
     """Return the key of one stream, a signed 64-bit integer."""
-    return _signed(_key_bits(seed, position, purpose, round_base))
+    return _as_signed(_key_bits(seed, position, purpose, round_base))
 
 
 def target_keys(seed: int, base_length: int, count: int) -> IntArray:

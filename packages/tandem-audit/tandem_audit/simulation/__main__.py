@@ -137,7 +137,7 @@ def false_alarms(runs: int, tokens: int) -> Iterator[float]:
         yield judged(*simulated(language, sampler(language), seed, tokens))
 
 
-def _counted(levels: Sequence[float]) -> str:
+def _count_by_level(levels: Sequence[float]) -> str:
     counts = (f"{sum(found < level for found in levels)} at {level:g}" for level in _LEVELS)
     return f"of {len(levels)} by level: {', '.join(counts)}"
 
@@ -148,7 +148,7 @@ def main(options: argparse.Namespace) -> None:
     for level in false_alarms(options.false_alarms, options.tokens):
         levels.append(level)
         if len(levels) % 50 == 0 or len(levels) == options.false_alarms:
-            _write(f"right samplers accused {_counted(levels)}\n")
+            _write(f"right samplers accused {_count_by_level(levels)}\n")
     language = Language.random()
     small = {name: biased(language, probs) for name, probs in biases(language).items()}
 
@@ -157,7 +157,7 @@ def main(options: argparse.Namespace) -> None:
         paths = (evidence.path for evidence, _ in runs)
         # Until the e-process crosses its level; all where it does not
         crossings = (next((tokens for tokens, value in each if value > LEVEL), each[-1][0]) for each in paths)
-        tokens, found = int(np.median(list(crossings))), _counted([judged(*each) for each in runs])
+        tokens, found = int(np.median(list(crossings))), _count_by_level([judged(*each) for each in runs])
         _write(f"{name}: found {found}; the e-process crosses at {tokens:,} tokens (median)\n")
 
     for fault in FAULTS if options.faults else ():

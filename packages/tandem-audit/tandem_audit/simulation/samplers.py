@@ -61,7 +61,7 @@ def _softmax(logits: FloatArray) -> FloatArray:
     return np.asarray(weights / weights.sum(axis=1, keepdims=True))
 
 
-def _warped(probs: FloatArray, temperature: float, top_p: float) -> FloatArray:
+def _warp(probs: FloatArray, temperature: float, top_p: float) -> FloatArray:
     """The distributions at a temperature, each cut to its most probable tokens that hold `top_p`."""
     logits = np.log(probs) / temperature
     warped = _softmax(logits)
@@ -75,7 +75,7 @@ def _warped(probs: FloatArray, temperature: float, top_p: float) -> FloatArray:
     return np.asarray(kept / kept.sum(axis=1, keepdims=True))
 
 
-def _drawn(probs: FloatArray, uniforms: FloatArray) -> IntArray:
+def _draw(probs: FloatArray, uniforms: FloatArray) -> IntArray:
     """By the inverse of the distribution function. [N, V] and [N] to [N]."""
     sums = probs.cumsum(axis=1)
     below = sums < uniforms[:, None] * sums[:, -1:]
@@ -97,12 +97,12 @@ class Sampler:
 
     def __post_init__(self) -> None:
         language, temperature, top_p = self.language, self.temperature, self.top_p
-        self._draft = self._seen = _warped(language.draft, temperature, top_p)
+        self._draft = self._seen = _warp(language.draft, temperature, top_p)
         if self.fault == "temperature applied twice":
             temperature = temperature**2
         if self.fault == "top-p of the draft alone":
             top_p = 1.0
-        self._target = _warped(language.target, temperature, top_p)
+        self._target = _warp(language.target, temperature, top_p)
         if self.fault == "draft truncated after sampling":
             least = np.sort(self._draft, axis=1)[:, -6, None]
             kept = np.where(self._draft >= least, self._draft, 0.0)
@@ -142,7 +142,7 @@ class Sampler:
             uniforms, noise = generator.random(count), generator.exponential(size=(count, size))
             draft, seen, target = self._draft[contexts], self._seen[contexts], self._target[contexts]
             raced = self.fault == "recovery shares the draft's noise"
-            proposed = (draft / noise).argmax(axis=1) if raced else _drawn(draft, uniforms)
+            proposed = (draft / noise).argmax(axis=1) if raced else _draw(draft, uniforms)
             if self.fault != "draft's uniform is reused":
                 uniforms = generator.random(count)
             pair = target[rows, proposed], seen[rows, proposed]
@@ -161,7 +161,7 @@ class Sampler:
             before, contexts = contexts, self.language.after(contexts, proposed)
         if self.fault == "bonus from the wrong row":
             contexts = before
-        found[:, PROPOSED] = _drawn(self._target[contexts], generator.random(count))
+        found[:, PROPOSED] = _draw(self._target[contexts], generator.random(count))
         return found, accepted
 
     def _accepts(

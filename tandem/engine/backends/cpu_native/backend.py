@@ -103,7 +103,7 @@ class PlannedBackend(CpuNativeBackend):
             return super().run_modules(segments, rows)
         size = next(size for size in TOKEN_COUNTS if size >= count)
         if size in self._plans:
-            return self._replayed(self._plans[size], packing, rows)
+            return self._replay(self._plans[size], packing, rows)
         self._uses[size] += 1
         if self.is_warm and self._uses[size] < _WORTHWHILE_USES:
             return super().run_modules(segments, rows)
@@ -119,7 +119,7 @@ class PlannedBackend(CpuNativeBackend):
             clear_room(self._arena, part)
         return plan.replay(packing, range(packing.token_count))
 
-    def _replayed(self, plan: ExecutionPlan, packing: Packing, rows: SequenceOf[int]) -> Tensor:
+    def _replay(self, plan: ExecutionPlan, packing: Packing, rows: SequenceOf[int]) -> Tensor:
         if self._head is None:
             return plan.replay(packing, rows)
         states = self._head.states.of_step(packing.segments)
@@ -141,7 +141,7 @@ class PlannedBackend(CpuNativeBackend):
             # kernel: in float32, 129 tokens in the plan of 160 differ from the modules by 0.2 to 0.52 spreads.
             self._plans[size] = trusted(
                 lambda: ExecutionPlan(self._trace, self.attention, size, states),
-                lambda plan: self.reference.in_spreads(self._replayed(plan, packing, compared), expected),
+                lambda plan: self.reference.in_spreads(self._replay(plan, packing, compared), expected),
                 0.5 if size == packing.token_count else self.reference.limit,
             )
         except DistrustedError as error:
@@ -218,7 +218,7 @@ def load_native(model: LoadedModel, mode: str = "auto", folder: Path | None = No
     started = time.perf_counter()
     try:
         kernels = load_kernels(model.device, model.dtype, folder)
-        native = _packed(model, kernels)
+        native = _pack(model, kernels)
     except (BuildError, DistrustedError) as error:
         if mode == "on":
             raise ConfigurationError(f"compile is on, but the kernels cannot be used: {error}.") from None
@@ -258,7 +258,7 @@ def _load_and_compare(library: Path) -> Kernels:
     return kernels
 
 
-def _packed(model: LoadedModel, kernels: Kernels) -> NativeModel:
+def _pack(model: LoadedModel, kernels: Kernels) -> NativeModel:
     """Packs the model and runs it beside torch's own layers, whose logits were computed before."""
     reference = trusted(lambda: Reference(model), lambda _: 0.0, 0.0)
 

@@ -164,10 +164,10 @@ class Trace:
         self._module: Any = module
         self.shares_casts = True
         try:
-            survey = self._surveyed()
+            survey = self._survey()
             if any(target._schema.is_mutable for target, _, _ in survey.noted):
                 self.shares_casts = False  # the numbers might change between two casts
-                survey = self._surveyed()
+                survey = self._survey()
         except TraceError:
             raise
         except Exception as error:  # noqa: BLE001 - what cannot be traced runs as it is
@@ -193,7 +193,7 @@ class Trace:
                 self.released[index].append(root)
         del self._results
 
-    def _surveyed(self) -> _Survey:
+    def _survey(self) -> _Survey:
         survey = _Survey(shares_casts=self.shares_casts)
         # Tensors of that mode hide what an operation consists of.
         with torch.inference_mode(False), _RefusedReads():

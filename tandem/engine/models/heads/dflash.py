@@ -148,8 +148,8 @@ class _Attention(Qwen3Attention):
             for projection, each in ((self.q_proj, block), (self.k_proj, mixed), (self.v_proj, mixed))
         )
         cosines, sines = (each[0, :, None] for each in rotary)
-        query = _rotated(self.q_norm(query), cosines[is_in_block], sines[is_in_block])
-        key = _rotated(self.k_norm(key), cosines, sines)
+        query = _rotate(self.q_norm(query), cosines[is_in_block], sines[is_in_block])
+        key = _rotate(self.k_norm(key), cosines, sines)
         attended = step.attend_blocks(self, query, key, value, is_in_block)
         output: Tensor = self.o_proj(attended.flatten(1))
         return output
@@ -171,7 +171,7 @@ class _Layer(nn.Module):
         return output
 
 
-def _rotated(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+def _rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     turned: Tensor = rotate_half(states)  # type: ignore[no-untyped-call]
     return states * cosines + turned * sines
 

@@ -55,7 +55,7 @@ class MedusaHeads(DraftHead):
         if self.truncated_size == self.expected["vocab_size"]:
             self.truncated_size = None
         self.shares_output_layer = file.flag("original_lm_head")
-        self.renamed = _renamed(self.tokens_per_pass, self.block_count)
+        self.renamed = _own_names(self.tokens_per_pass, self.block_count)
 
     def build(self, target: LoadedModel, tensors: Container[str] = ()) -> None:
         self.state_size = size = text_config(target).hidden_size
@@ -105,7 +105,7 @@ class _Block(nn.Module):
         return states
 
 
-def _renamed(heads: int, layers: int) -> dict[str, str]:
+def _own_names(heads: int, layers: int) -> dict[str, str]:
     """FasterDecoding's names: `{head}.{layer}.linear`, and behind the last layer the head's output layer."""
     renamed = {"medusa_heads.": "", "medusa_head.": ""}
     for head in range(heads):

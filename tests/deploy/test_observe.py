@@ -78,7 +78,7 @@ def prometheus_image() -> Image:
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why := why_not_observed()), reason=why)]
-SECONDS = float(os.environ.get("OBSERVE_SECONDS", "8"))
+SECONDS = float(os.environ.get("OBSERVE_SECONDS", "5"))
 """Duration of the load; `make observe-check` sets a longer one."""
 
 

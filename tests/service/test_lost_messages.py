@@ -240,7 +240,7 @@ async def strike_often(
     return streams.longest_pause
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(25, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [1, pytest.param(25, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", STRIKES)
 async def test_a_lost_message_pauses_no_stream_for_long(
     name: str, count: int, model: LoadedModel, other_model: LoadedModel
@@ -254,7 +254,7 @@ async def test_a_lost_message_pauses_no_stream_for_long(
     ["an answer", "an answer that the target was not asked for", "an open", "all sequences, forgotten"],
 )
 async def test_nor_where_there_is_no_other_target(name: str, model: LoadedModel) -> None:
-    assert await strike_often(name, 2, model, None, targets=1) < PAUSE_SECONDS
+    assert await strike_often(name, 1, model, None, targets=1) < PAUSE_SECONDS
 
 
 DRAFT_STRIKES: dict[str, Callable[[MessageProxy], None]] = {

@@ -38,6 +38,8 @@ from tests.service.fakes import coordinator, settings_for
 EXAMPLES = 100
 SOAK_EXAMPLES = 2_000
 AT_ONCE = 8
+DRAFT_PATIENCE_SECONDS = 5.0
+"""Far below `CALL_SECONDS`: a draft that is late on a busy machine must not look like a call that hangs."""
 MAX_SEQUENCES = 128
 """More than the calls that run at once may open, none of which must wait for another's."""
 
@@ -52,7 +54,8 @@ async def addresses(model: LoadedModel) -> AsyncIterator[dict[str, str]]:
     """A target, a draft and a coordinator over them."""
     async with services(model, model, max_sequences=MAX_SEQUENCES) as (target, draft):
         assert draft is not None
-        async with coordinator(settings_for(target, draft)) as (address, _):
+        settings = settings_for(target, draft, draft_patience_seconds=DRAFT_PATIENCE_SECONDS)
+        async with coordinator(settings) as (address, _):
             yield {"target": target, "draft": draft, "generation": address, "admin": address}
 
 

@@ -32,7 +32,6 @@ COPY protos protos
 COPY tandem tandem
 COPY draft_service draft_service
 COPY target_service target_service
-COPY bound_service bound_service
 COPY coordinator coordinator
 COPY benchmarks/load benchmarks/load
 COPY packages/tandem-vllm packages/tandem-vllm
@@ -77,8 +76,7 @@ USER 10001:10001
 STOPSIGNAL SIGTERM
 
 
-# The packages first, then our code, which is the same in all: the coordinator has no torch, so no model runs there. A
-# target can host a draft (`--entrypoint python ... -P -m tandem_bound`).
+# The packages first, then our code, which is the same in all: the coordinator has no torch, so no model runs there.
 FROM runtime AS coordinator
 COPY --from=coordinator-packages /opt/tandem /opt/tandem
 COPY --from=code /code/bin/tandem /opt/tandem/bin/tandem
@@ -112,7 +110,6 @@ COPY --from=code /code/tandem_speculative-*.dist-info tandem_speculative.dist-in
 COPY --from=code /code/tandem tandem
 COPY --from=code /code/tandem_target tandem_target
 COPY --from=code /code/tandem_draft tandem_draft
-COPY --from=code /code/tandem_bound tandem_bound
 ENV TANDEM_TARGET_HOST=0.0.0.0
 EXPOSE 50052
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \

@@ -8,7 +8,7 @@ GENERATED := tandem/v1/__init__.py
 # Packages of their own, which Tandem does not need.
 PACKAGES := packages/tandem-audit packages/tandem-vllm
 PROTOS := $(wildcard protos/tandem/v1/*.proto)
-TYPED := $(wildcard tandem draft_service target_service bound_service coordinator packages benchmarks deploy models tests) \
+TYPED := $(wildcard tandem draft_service target_service coordinator packages benchmarks deploy models tests) \
 	protos/generate.py docs/generate.py docs/messages.py hatch_build.py
 # For what is passed on to the command: make test ARGS="-k greedy -x"
 ARGS ?=
@@ -60,7 +60,7 @@ soak: setup ## Run the tests that take minutes: leaks, faults and overload at fu
 test-gpu: setup ## Run the tests of our own engine with the models on a GPU
 	TEST_DEVICE=cuda $(BIN)/python -m pytest -m 'not soak' -n 4 tests/unit/engine/core tests/unit/engine/kv_cache tests/unit/engine/test_rows.py \
 		tests/unit/engine/models/test_architectures.py tests/unit/tandem/model/sampling tests/unit/draft_service/test_standalone.py \
-		tests/unit/draft_service/test_ahead.py tests/service/test_drafting_ahead.py tests/service/test_bound_drafts.py $(ARGS)
+		tests/unit/draft_service/test_ahead.py tests/service/test_drafting_ahead.py tests/service/test_own_heads.py $(ARGS)
 
 test-fast: setup ## Run the tests that take seconds
 	$(BIN)/python -m pytest -m 'not soak and not slow' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)

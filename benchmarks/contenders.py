@@ -32,7 +32,6 @@ from tandem.config.names import BOUND_METHODS, MODEL_FREE_METHODS, OWN_METHODS, 
 from tandem.config.settings import FilledSettings
 from tandem.errors import ServiceUnavailableError, TandemError
 from tandem.model.types import GenerationRequest, SpeculationStats
-from tandem_coordinator.cli.serve import BOUND_PACKAGE
 from tandem_coordinator.cli.up import SHARES
 from tandem_coordinator.stats.speculation import add
 from tandem_load.common import CACHE_FOLDER, Listed, Positive, free_port, service
@@ -313,9 +312,7 @@ def _ours(title: str, method: str = "", *, ahead: str = "off", speculation: bool
         words: tuple[str, ...] = () if method else ("--draft-ahead", ahead)
         async with AsyncExitStack() as stack:
             if is_head:
-                folders = ("--model", str(setup.pair.target), "--draft-model", str(setup.head_folder(method)))
-                bound = service(BOUND_PACKAGE, *folders, *_model_options(setup, "target"))
-                target, draft = await _running(setup, stack, bound), ""
+                target, draft = await _with_head(setup, stack, method), ""
                 # A head's default rule is lossy; the others' contenders leave the target's distribution as it is.
                 words = ("--rejection-sampling-strategy", "residual")
             elif method:
@@ -327,10 +324,19 @@ def _ours(title: str, method: str = "", *, ahead: str = "off", speculation: bool
     return Kind(title, start, is_ours=True, shares_models=not is_head, absent=absent)
 
 
+async def _with_head(setup: Setup, stack: AsyncExitStack, method: str) -> str:
+    """The address of a target with a head of its own."""
+    pace = setup.settings.pace
+    package = ("benchmarks.pace", "--role", "target", "--pace", pace) if pace else ("tandem_target",)
+    folders = ("--model", str(setup.pair.target), "--draft-model", str(setup.head_folder(method)))
+    own = service(*package, *folders, *_model_options(setup, "target"))
+    return await _running(setup, stack, own)
+
+
 def _no_head(method: str, setup: Setup) -> str:
     if setup.head_folder(method) is None:
         return f"name the folder of the target's {method} head with --head"
-    return "--pace does not slow a head, which runs in the target's process" if setup.settings.pace else ""
+    return ""
 
 
 def _no_max(setup: Setup) -> str:
@@ -346,9 +352,16 @@ def _peer(
     setup: Setup, python: Path | None, *module: str, **extra: Any
 ) -> AbstractAsyncContextManager[Contender]:
     """A process of its own, by this Python or another engine's."""
-    name = "-".join([module[-1], *(word for word in extra.values() if isinstance(word, str) and word)])
+    words = [word for word in extra.values() if isinstance(word, str) and word]
+    name = "-".join([module[-1], *(Path(word).name for word in words)])
     command = [str(python or sys.executable), *module]
     return peer(name, command, {**setup.as_json(), **extra}, setup.logs / f"{name}.log")
+
+
+def _one_process(method: str, setup: Setup) -> AbstractAsyncContextManager[Contender]:
+    """The loop in a process of its own, with a head of the target's, or without one with the draft."""
+    head = str(setup.head_folder(method)) if method else ""
+    return _peer(setup, None, "benchmarks.one_process", own_head=head)
 
 
 def _transformers(title: str, assistance: str) -> Kind:
@@ -426,9 +439,18 @@ CONTENDERS: dict[str, Kind] = {
     **{method: _ours(f"Tandem, {method}", method) for method in (*HEAD_METHODS, *MODEL_FREE_METHODS)},
     "one-process": Kind(
         "the same loop in one process",
-        lambda setup: _peer(setup, None, "benchmarks.one_process"),
+        partial(_one_process, ""),
         is_ours=True,
     ),
+    **{
+        f"{method}-one-process": Kind(
+            f"the same loop in one process, {method}",
+            partial(_one_process, method),
+            is_ours=True,
+            absent=partial(_no_head, method),
+        )
+        for method in HEAD_METHODS
+    },
     "transformers": _transformers("transformers generate", ""),
     "assisted": _transformers("transformers assisted, same K", "fixed"),
     "assisted-defaults": _transformers("transformers assisted, its defaults", "defaults"),

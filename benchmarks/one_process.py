@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tandem.model.types import (
     DraftedOutcomes,
     GenerationRequest,
     Lead,
+    OwnHead,
     Proposal,
     ProposeStep,
     SpeculationStats,
@@ -34,7 +36,9 @@ from tandem.serving.server import set_start_aside
 from tandem_coordinator.decoding.completion import Completion
 from tandem_coordinator.decoding.tokenization import PromptEncoder
 from tandem_coordinator.outcomes import AWAY, IDLE, Away, Coming, Idle
+from tandem_coordinator.replicas.compatibility import own_head
 from tandem_coordinator.requests.plan import Models, Plan, make_plan
+from tandem_coordinator.rounds.draft_side import NoDraft
 from tandem_coordinator.rounds.events import RequestEvents
 from tandem_coordinator.rounds.question import Asked
 from tandem_coordinator.rounds.session import RoundSession, SessionPolicy, TargetAlone
@@ -44,10 +48,11 @@ from tandem_coordinator.stats.speculation import add
 from tandem_coordinator.telemetry.observer import RequestObserver
 from tandem_coordinator.transport.streams import RemoteSequence
 from tandem_draft.proposers import DraftedSequence
-from tandem_draft.proposers.standalone import load_standalone
+from tandem_draft.proposers.standalone import StandaloneProposer, load_standalone
 from tandem_draft.settings import DraftSettings
+from tandem_target.loading import load_verifier
 from tandem_target.settings import TargetSettings
-from tandem_target.verifier import VerifiedSequence, load_verifier
+from tandem_target.verifier import VerifiedSequence, Verifier
 
 
 class LocalDraft:
@@ -67,7 +72,7 @@ class LocalDraft:
 
     def rest(self, completion: Completion, plan: RoundPlan) -> None: ...
 
-    def outcome(self, completion: Completion, target_address: str | None) -> Idle | Away:
+    def outcome(self, completion: Completion) -> Idle | Away:
         if self._reading is None:
             self._reading = asyncio.create_task(self._step(completion, 0))
             return AWAY
@@ -103,10 +108,18 @@ class LocalTarget:
         self._verified = verified
         self._plan = plan
         self._knows = RemoteSequence()
+        self.has_head = plan.asks_head
 
-    async def verify(self, completion: Completion, proposal: Proposal, lead: Lead) -> Verification:
-        delta = self._knows.delta_to(completion.token_ids, proposal.token_ids)
-        return await self._verified.verify(self._plan.rule.step(delta, proposal, self._plan.row_kind))
+    async def verify(self, completion: Completion, asked: Proposal | OwnHead, lead: Lead) -> Verification:
+        rule, kind = self._plan.rule, self._plan.row_kind
+        if isinstance(asked, Proposal):
+            delta = self._knows.delta_to(completion.token_ids, asked.token_ids)
+            return await self._verified.verify(rule.step(delta, asked, kind))
+        delta = self._knows.delta_to(completion.token_ids, with_last=True)
+        verification = await self._verified.verify(rule.own_step(delta, kind, 0, 0, asked.max_tokens))
+        if verification.proposal is not None:
+            self._knows.extend(verification.proposal.token_ids)
+        return verification
 
     def begun(self, completion: Completion) -> None:
         return None
@@ -129,16 +142,26 @@ def count_one(target_address: str | None) -> int:
     return 1
 
 
-def load(setup: dict[str, Any]) -> Run:
-    """Load both models into this process. Setup: see `benchmarks.contenders.Setup.as_json`."""
-    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+def _load_models(setup: dict[str, Any]) -> tuple[Verifier, StandaloneProposer | None]:
+    """The target, and the draft; None where the target's own head proposes."""
     shared = {name: setup[name] for name in ("device", "dtype", "max_sequences", "max_length", "threads")}
     shared["enable_prefix_caching"] = False  # as in the services
     shared["engine"] = "tandem"  # vLLM runs one model in a process
     pace = Pace.from_text(setup["pace"]) if setup["pace"] else None
     on_steps = [None if pace is None else pace.paced(role) for role in ("target", "draft")]
-    target = load_verifier(TargetSettings(**shared, model=Path(setup["target"])), on_steps[0])
-    draft = load_standalone(DraftSettings(**shared, model=Path(setup["draft"])), on_steps[1])
+    head = Path(setup["own_head"]) if setup["own_head"] else None
+    target = load_verifier(
+        TargetSettings(**shared, model=Path(setup["target"]), draft_model=head),
+        on_steps[0],
+        on_head_step=on_steps[1],
+    )
+    draft = None
+    if head is None:
+        draft = load_standalone(DraftSettings(**shared, model=Path(setup["draft"])), on_steps[1])
+    return target, draft
+
+
+def _settings(setup: dict[str, Any]) -> CoordinatorSettings:
     words = (
         "--target-address",
         "127.0.0.1:1",
@@ -146,18 +169,27 @@ def load(setup: dict[str, Any]) -> Run:
         str(setup["num_speculative_tokens"]),
     )
     rule = ("--rejection-sampling-strategy", setup["rule"]) if setup["rule"] else ()
-    settings = load_settings(CoordinatorSettings, (*words, *rule, *setup["options"]), "one-process")
+    return load_settings(CoordinatorSettings, (*words, *rule, *setup["options"]), "one-process")
+
+
+def load(setup: dict[str, Any]) -> Run:
+    """Load both models into this process. Setup: see `benchmarks.contenders.Setup.as_json`."""
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    target, draft = _load_models(setup)
+    settings = _settings(setup)
     scopes = CallerScopes().of(address="this process")
     encoder = PromptEncoder(Tokenizer.from_file(str(Path(setup["target"]) / "tokenizer.json")))
 
     async def start() -> None:
         await target.start()
-        await draft.start()
+        if draft is not None:
+            await draft.start()
 
     async def run(workload: Workload) -> Outcome:
         phases: dict[str, list[float]] = {phase: [] for phase in PHASES}
         stats = SpeculationStats()
-        served = Models(target.model_info, draft.model_info, encoder)
+        info = target.model_info
+        served = Models(info, own_head(info) if draft is None else draft.model_info, encoder)
         started = time.perf_counter()
 
         async def one(request: GenerationRequest) -> Answer:
@@ -176,11 +208,12 @@ def load(setup: dict[str, Any]) -> Run:
                         phases[phase].append(spent)
                 proposed_before |= ended.proposed > 0
 
-            async with (
-                draft.sequence(replace(plan.draft_options(), scope=scopes.prefix)) as drafted,
-                target.sequence(plan.target_options()) as verified,
-            ):
-                local = LocalDraft(drafted)
+            async with AsyncExitStack() as sequences:
+                local: LocalDraft | NoDraft = NoDraft(None)
+                if draft is not None:
+                    options = replace(plan.draft_options(), scope=scopes.prefix)
+                    local = LocalDraft(await sequences.enter_async_context(draft.sequence(options)))
+                verified = await sequences.enter_async_context(target.sequence(plan.target_options()))
                 session = RoundSession(
                     completion,
                     local,
@@ -188,7 +221,7 @@ def load(setup: dict[str, Any]) -> Run:
                     Fixed(plan.num_speculative_tokens),
                     plan.accept,
                     RequestEvents(plan.request_id, RequestObserver(), (tally.add_round, timed)),
-                    SessionPolicy(),
+                    SessionPolicy(asks_head=plan.asks_head),
                     count_one,
                 )
                 async for _ in session.rounds():

@@ -98,15 +98,17 @@ def run_paced(role: str, pace: Pace, arguments: list[str], steps: TextIO | None 
     import tandem_draft.__main__
     import tandem_draft.proposers.standalone as standalone
     import tandem_target.__main__
-    import tandem_target.verifier as verifier
+    import tandem_target.loading as loading
 
     # The services look their loaders up by name when they load.
-    module: Any = verifier if role == "target" else standalone
+    module: Any = loading if role == "target" else standalone
     name = "load_verifier" if role == "target" else "load_standalone"
     load = getattr(module, name)
 
     def paced(settings: Any, on_step: Any = None, on_failure: Any = None) -> Any:
-        return load(settings, pace.paced(role, on_step, steps=steps), on_failure)
+        # A target's own head takes the steps of a draft.
+        head = {"on_head_step": pace.paced("draft")} if role == "target" else {}
+        return load(settings, pace.paced(role, on_step, steps=steps), on_failure, **head)
 
     setattr(module, name, paced)
     (tandem_target.__main__ if role == "target" else tandem_draft.__main__).run(arguments)

@@ -44,7 +44,7 @@ class Sequence:
         require(count >= 0, f"max_tokens is {count}; it must be at least 0")
         self.tokens = tokens
         count = min(count, self.max_length - len(tokens))
-        return draft_pb2.Proposal(base_length=len(tokens), token_ids=self.following()[:count])
+        return types_pb2.Proposal(base_length=len(tokens), token_ids=self.following()[:count])
 
     def following(self):
         """All that followed the last two tokens when they last occurred."""

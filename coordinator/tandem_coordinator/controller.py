@@ -90,6 +90,8 @@ class Terms(NamedTuple):
     draft_ahead: DraftAhead = "off"
     leads: bool = False
     """True if the target, left alone, begins the next rounds before it is asked."""
+    has_head: bool = False
+    """True if the target's own head proposes: nobody is asked for a proposal, and it leads with proposals as alone."""
 
     @property
     def is_adaptive(self) -> bool:
@@ -214,7 +216,9 @@ class LoadDecision:
     def _predict_steps(self) -> StepSeconds:
         terms = self.terms
         steps = self.costs.predict_steps(self.load, terms.max_tokens)
-        return replace(steps, leads=terms.leads, leads_proposals=terms.leads_proposals)
+        return replace(
+            steps, leads=terms.leads, leads_proposals=terms.leads_proposals, has_head=terms.has_head
+        )
 
     def _predict_seconds(self) -> None:
         costs = self.costs

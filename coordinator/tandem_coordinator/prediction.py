@@ -167,12 +167,15 @@ class StepSeconds:
     """True if the target, left alone, begins the next round before it is asked."""
     leads_proposals: bool = False
     """True if it also begins a round whose proposal is there in time."""
+    has_head: bool = False
+    """True if its own head proposes, in the step that verifies."""
 
     def predict_asked(self) -> list[float]:
         """Seconds of a round that asks the draft for 0, 1, ... tokens; for 0 the target works alone."""
-        questions = self.target_question + self.draft_question
+        alone = 0.0 if self.leads else self.target_question
+        questions = alone if self.has_head else self.target_question + self.draft_question
         seconds = [verify + count * self.draft + questions for count, verify in enumerate(self.verify)]
-        seconds[0] = self.verify[0] + (0.0 if self.leads else self.target_question)
+        seconds[0] = self.verify[0] + alone
         return seconds
 
     def predict_hits(self, branch_step: float) -> list[float]:

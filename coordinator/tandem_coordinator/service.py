@@ -13,6 +13,7 @@ from tandem.errors import ServiceUnavailableError
 from tandem.model.admin import Status
 from tandem.model.grammar import Grammars
 from tandem.model.replica import ReplicaState, Role
+from tandem.model.types import ModelInfo
 from tandem.serving.interceptors import RunningCalls
 from tandem.serving.protection import token_source
 from tandem.serving.server import Service, announce
@@ -23,6 +24,8 @@ from tandem_coordinator.admin.servicer import AdminServicer
 from tandem_coordinator.controller import Terms, request_kind
 from tandem_coordinator.decoding.tokenization import PromptEncoder, read_tokenizer
 from tandem_coordinator.http.chat import Chats
+from tandem_coordinator.replicas.compatibility import own_head
+from tandem_coordinator.replicas.pool import Member
 from tandem_coordinator.replicas.registry import ReplicaRegistry
 from tandem_coordinator.requests.grammars import CheckedGrammars
 from tandem_coordinator.requests.plan import Models
@@ -32,6 +35,7 @@ from tandem_coordinator.settings.coordinator import CoordinatorSettings
 from tandem_coordinator.settings.live import LiveConfig
 from tandem_coordinator.speculation_report import describe_decisions, forecast
 from tandem_coordinator.telemetry.observer import Observer, State
+from tandem_coordinator.transport.target_client import TargetClient
 
 if TYPE_CHECKING:
     from tandem_coordinator.http.server import HttpServer
@@ -122,20 +126,30 @@ class CoordinatorService(Service):
         """A sentence where drafting is predicted not to pay for a request by itself, with the options as they are."""
         settings = self._settings
         target = self.replicas.targets.choose()
-        draft = self.replicas.drafts.choose()
-        if not settings.speculation or target is None or draft is None or draft.model is None:
+        draft = self._draft_to_come(target)
+        if not settings.speculation or target is None or draft is None:
             return ""
         controller = self.completions.speculation
         # Without the way to them: the first health check is a slow one.
         controller.introduce(target.address, target.model, None)
-        controller.introduce(draft.model.name, draft.model, None)
+        controller.introduce(draft.name, draft, None)
         terms = Terms(
-            request_kind(draft.model.name, GREEDY.name, 0.0),
+            request_kind(draft.name, GREEDY.name, 0.0),
             settings.num_speculative_tokens,
-            draft_ahead=settings.draft_ahead if draft.model.drafts_ahead else "off",
+            draft_ahead=settings.draft_ahead if draft.drafts_ahead else "off",
             leads=settings.target_lead > 0,
+            has_head=bool(draft.drafting_method),
         )
         return forecast(controller.predict(target.address, terms, 1))
+
+    def _draft_to_come(self, target: Member[TargetClient] | None) -> ModelInfo | None:
+        """What proposes for the next request: a draft service, or the target's own head."""
+        draft = self.replicas.drafts.choose()
+        if draft is not None:
+            return draft.model
+        if self.replicas.drafts.addresses or target is None or target.model is None or not target.has_head:
+            return None
+        return own_head(target.model)
 
     def _wait_for(self, services: str) -> None:
         logger.info("waiting", extra={"for": services})

@@ -170,7 +170,9 @@ def of_coordinator(
     """
     drafts = [replica for replica in replicas if replica.role is Role.DRAFT]
     if not drafts:
-        # A target that was never reached may host one.
+        drafts = [replica for replica in replicas if replica.model and replica.model.drafting_method]
+    if not drafts:
+        # A target that was never reached may have a head of its own.
         is_known = any(replica.state is not ReplicaState.CONNECTING for replica in replicas)
         return off(NO_DRAFT if is_known else STARTING)
     if not is_enabled:

@@ -142,7 +142,17 @@ class MessageRounds:
             batch = self._open[decide] = _Batch()
         found, index = own.verification, len(batch.rounds)
         batch.rounds.append(own)
-        return MessageVerification(found.base_length, found.rows, found.cost, batch=batch, index=index)
+        return MessageVerification(
+            found.base_length,
+            found.rows,
+            found.cost,
+            found.proposal,
+            found.goes_on,
+            found.serial,
+            found.led,
+            batch=batch,
+            index=index,
+        )
 
 
 @dataclass(slots=True, eq=False)

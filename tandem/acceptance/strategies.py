@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -17,6 +18,7 @@ from tandem.errors import InvalidRequestError
 from tandem.model.types import (
     NO_LEAD,
     Acceptance,
+    AcceptanceTerms,
     Delta,
     IntArray,
     Lead,
@@ -138,6 +140,8 @@ class AcceptanceRule:
     row_kinds: tuple[RowKind, ...]
     needs_statistics: bool
     decide: Decide
+    terms: AcceptanceTerms
+    """The rule as a target is told of it."""
     is_relaxed: bool = False
     """True if think spans change the rule."""
 
@@ -181,6 +185,39 @@ class AcceptanceRule:
             serial=serial,
         )
 
+    def own_step(self, delta: Delta, kind: RowKind, serial: int, lead: int, tokens: int) -> VerifyStep:
+        """The step that has the target's own head propose up to so many tokens, and asks for rows of this kind."""
+        return VerifyStep(
+            delta=delta,
+            row_kind=kind,
+            row_count=1,
+            with_statistics=self.needs_statistics,
+            lead=lead if self.may_lead and kind is not _DENSE else 0,
+            serial=serial,
+            own_tokens=tokens,
+        )
+
+    def step_with(self, step: VerifyStep, proposal: Proposal) -> VerifyStep:
+        """The step with what the target's own head proposes, from which the rule decides on it."""
+        kind = step.row_kind
+        if kind is RowKind.SUPPORT and not (proposal.token_ids or step.with_statistics):
+            kind = RowKind.TOKEN
+        return VerifyStep(
+            delta=Delta(step.delta.base_length, (*step.delta.token_ids, *proposal.token_ids)),
+            row_kind=kind,
+            row_count=len(proposal.token_ids) + 1,
+            supports=self.supports(proposal) if kind is RowKind.SUPPORT else (),
+            with_statistics=step.with_statistics,
+            lead=step.lead,
+            serial=step.serial,
+            own_tokens=step.own_tokens,
+        )
+
+    @property
+    def may_lead(self) -> bool:
+        """True if a target that knows the rule decides as it does, and what it decides ends with a token."""
+        return not self.is_relaxed and self.strategy not in (LOGIT_COMPARISON, SYNTHETIC)
+
     def supports(self, proposal: Proposal) -> tuple[IntArray, ...]:
         """Return the supports to request from the target, one for each proposed token."""
         if not (self.strategy.needs_draft_support and proposal.distributions):
@@ -223,8 +260,31 @@ def resolve(options: SpeculativeConfig, sampling: SamplingParams) -> AcceptanceR
         row_kinds=tuple(kind for kind in strategy.row_kinds if not (reads_sample and kind is RowKind.TOKEN)),
         needs_statistics=strategy.needs_statistics or is_relaxed,
         decide=decide,
+        terms=AcceptanceTerms(strategy.name, options.typical_epsilon, options.typical_delta),
         is_relaxed=is_relaxed,
     )
+
+
+def rule_of(terms: AcceptanceTerms, sampling: SamplingParams) -> AcceptanceRule:
+    """The rule that a coordinator names, for a target that proposes for it. Nobody asks it to decide by the rule
+    synthetic, so that has any rate here.
+
+    Raises:
+        InvalidRequestError: There is no such rule.
+    """
+    return _rule_of(terms, sampling.is_greedy)
+
+
+@lru_cache(64)
+def _rule_of(terms: AcceptanceTerms, is_greedy: bool) -> AcceptanceRule:
+    strategy = find_strategy(terms.name)
+    options = SpeculativeConfig(
+        rejection_sampling_strategy=strategy.name,
+        typical_epsilon=terms.epsilon,
+        typical_delta=terms.delta,
+        synthetic_acceptance_rate=0.0 if strategy is SYNTHETIC else None,
+    )
+    return resolve(options, SamplingParams(temperature=0.0 if is_greedy else 1.0))
 
 
 def checked_strategy(options: SpeculativeConfig) -> Strategy | None:

@@ -14,11 +14,25 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from tandem.acceptance.rounds import Decide, Round, decide_each
+from tandem.acceptance.strategies import AcceptanceRule
 from tandem.errors import ConfigurationError, InvalidRequestError, NonFiniteLogitsError, TandemError
 from tandem.model.grammar import GrammarState, MaskArray
 from tandem.model.outcome_table import OutcomeTable
 from tandem.model.sampling.noise import recovery_keys, target_keys
-from tandem.model.types import Delta, IntArray, ModelInfo, RowKind, TargetOptions, Verification, VerifyStep
+from tandem.model.types import (
+    Acceptance,
+    Delta,
+    GoesOn,
+    IntArray,
+    ModelInfo,
+    NextToken,
+    Proposal,
+    RowKind,
+    TargetOptions,
+    Verification,
+    VerifyStep,
+)
 from tandem.serving.fair_places import extra_places
 
 if TYPE_CHECKING:
@@ -46,6 +60,10 @@ class RowRequest:
     """Takes the requests that go on by themselves with their answers, in order, on the event loop."""
     outcomes: OutcomeTable = field(default_factory=OutcomeTable)
     """The draft's proposals after the likely outcomes of the step."""
+    rule: AcceptanceRule | None = None
+    """Decides on proposals of the target's own head; None where it makes none."""
+    proposal: Proposal | None = None
+    """The head's, once it has made it."""
 
     token_ids: Sequence[int] = ()
     """All of the sequence's tokens, the proposal's at the end. The engine fills them in where penalties need them."""
@@ -67,41 +85,82 @@ class RowRequest:
         masks = self.grammar.masks(token_ids[self.options.prompt_length : base], token_ids[base:])
         return replace(self, grammar=None, masks=masks, token_ids=own)
 
+    def with_proposal(self, proposal: Proposal) -> RowRequest:
+        """The request with what the target's own head has proposed."""
+        assert self.rule is not None, "only a target with a head takes such steps"
+        step = self.rule.step_with(self.step, proposal)
+        return RowRequest(step, self.options, self.grammar, self.on_led, self.outcomes, self.rule, proposal)
+
     def go_on(
-        self, answer: Verification, token_ids: Sequence[int] = ()
+        self, answer: Verification, acceptance: Acceptance | None = None, token_ids: Sequence[int] = ()
     ) -> tuple[Verification, RowRequest | None]:
-        """How the sequence goes on by itself, as the table of outcomes is now: the answer, which says so, and the
-        request that follows it, if any. `token_ids` are all of the sequence's, where a grammar asks for them."""
-        delta = self._led_delta(answer)
-        if delta is None or (self.grammar is not None and self._is_forced(self.grammar, delta, token_ids)):
+        """How the sequence goes on by itself: the answer, which says so, and the request that follows it, if any.
+
+        Args:
+            answer: To this request.
+            acceptance: What the rule decides on the proposal of the target's own head. Behind a given one the row of
+                each token decides, and the table of outcomes as it is now.
+            token_ids: All of the sequence's, where a grammar asks for them.
+        """
+        goes_on = self._find_given(answer) if self.proposal is None else self._find_own(answer, acceptance)
+        if goes_on is None:
             return answer, None
-        accepted, room = (
-            delta.base_length - answer.base_length,
-            self.options.max_length - delta.base_length - 2,
-        )
-        if not self.outcomes.suffices(answer.base_length, accepted, delta.token_ids[0], room):
+        if self.grammar is not None and self._is_forced(self.grammar, goes_on, token_ids):
             return answer, None
-        told = Verification(answer.base_length, answer.rows, answer.cost, answer.proposed, delta)
-        return told, self._led(delta)
+        told = Verification(answer.base_length, answer.rows, answer.cost, answer.proposal, goes_on)
+        return told, self._led(goes_on)
 
     def following(self, answer: Verification) -> RowRequest | None:
         """The request with which the sequence goes on by itself, as an answer says; None where it does not."""
         return None if answer.goes_on is None else self._led(answer.goes_on)
 
-    def _led_delta(self, answer: Verification) -> Delta | None:
+    def _find_given(self, answer: Verification) -> GoesOn | None:
+        """The step behind this one with what the draft has pushed; None without one."""
         options = self.options
-        return self.step.led_delta(answer, options.end_token_ids, options.max_length, self.outcomes.find)
+        delta = self.step.led_delta(answer, options.end_token_ids, options.max_length, self.outcomes.find)
+        if delta is None:
+            return None
+        accepted = delta.base_length - answer.base_length
+        room = options.max_length - delta.base_length - 2
+        if not self.outcomes.suffices(answer.base_length, accepted, delta.token_ids[0], room):
+            return None
+        return GoesOn(delta)
 
-    def _led(self, delta: Delta) -> RowRequest:
-        step = VerifyStep(delta, RowKind.TOKEN, len(delta.token_ids), lead=self.step.lead)
+    def _find_own(self, answer: Verification, acceptance: Acceptance | None) -> GoesOn | None:
+        """The step behind this one, for which the target's own head proposes; None without one."""
+        options = self.options
+        if acceptance is None or acceptance.next_token is NextToken.NONE or self.proposal is None:
+            return None
+        base_length = answer.base_length + acceptance.accepted_count
+        if options.max_length - base_length <= 1:
+            return None
+        if any(token_id in options.end_token_ids for token_id in acceptance.kept(self.proposal)):
+            return None
+        return GoesOn(Delta(base_length, (acceptance.next_token_id,)), self.outcomes.own_tokens)
+
+    def _led(self, goes_on: GoesOn) -> RowRequest:
+        delta, own_tokens = goes_on
+        step = self.step
+        if own_tokens is None:
+            led = VerifyStep(delta, RowKind.TOKEN, len(delta.token_ids), lead=step.lead)
+        else:
+            led = VerifyStep(
+                delta,
+                self.outcomes.row_kind,
+                1,
+                with_statistics=step.with_statistics,
+                lead=step.lead,
+                own_tokens=own_tokens,
+            )
         # For every sequence between two steps of the target: `replace` takes three times as long.
-        return RowRequest(step, self.options, self.grammar, self.on_led, self.outcomes)
+        return RowRequest(led, self.options, self.grammar, self.on_led, self.outcomes, self.rule)
 
-    def _is_forced(self, grammar: GrammarState, delta: Delta, token_ids: Sequence[int]) -> bool:
-        """True if the completion ends behind the delta's first token, or the coordinator proposes as many tokens there
+    def _is_forced(self, grammar: GrammarState, goes_on: GoesOn, token_ids: Sequence[int]) -> bool:
+        """True if the completion ends behind the outcome's last token, or the coordinator proposes as many tokens there
         as the draft does, since the grammar forces them."""
+        delta, own_tokens = goes_on
         completion = [*token_ids[self.options.prompt_length : delta.base_length], delta.token_ids[0]]
-        count = max(len(delta.token_ids) - 1, 1)
+        count = max(len(delta.token_ids) - 1 if own_tokens is None else own_tokens, 1)
         try:
             can_follow = grammar.follow(completion) and not grammar.is_over
             return not can_follow or len(grammar.forced(count)) == count
@@ -125,6 +184,31 @@ class RowRequest:
         """The noise key of each row, int64 [row_count]."""
         keys_of = recovery_keys if self.races_recovery else target_keys
         return keys_of(self.options.sampling.seed, self.base_length, self.step.row_count)
+
+
+def decide_own(
+    requests: Sequence[RowRequest], answers: Sequence[Verification | None]
+) -> list[Acceptance | None]:
+    """What the rules decide on the proposals of the target's own head, for each request that may be followed by another
+    one; None for the others. Rounds of one rule are decided at once."""
+    decided: list[Acceptance | None] = [None] * len(requests)
+    rounds: dict[Decide, list[int]] = {}
+    for index, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+        if answer is None or request.proposal is None or not request.step.lead:
+            continue
+        if request.rule is not None and request.rule.may_lead:
+            rounds.setdefault(request.rule.decide, []).append(index)
+    for decide, indices in rounds.items():
+        own = []
+        for index in indices:
+            request = requests[index]
+            answer = answers[index]
+            assert request.proposal is not None
+            assert answer is not None
+            own.append(Round(request.proposal, answer, request.options.sampling))
+        for index, found in zip(indices, decide_each(decide, own), strict=True):
+            decided[index] = found if isinstance(found, Acceptance) else None
+    return decided
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tandem.model.types import ENDED, DraftedOutcomes, VerifyStep
+from tandem.model.types import ENDED, DraftedOutcomes, RowKind, VerifyStep
 
 
 class _RoundOutcomes(NamedTuple):
@@ -23,6 +23,10 @@ class OutcomeTable:
     def __init__(self) -> None:
         self.min_proposed, self.alone_after_miss = 0, False
         """See `VerifyStep`; of the step that was asked for last."""
+        self.own_tokens: int | None = None
+        """The same: how many tokens the target's own head proposes in the steps that follow by themselves."""
+        self.row_kind = RowKind.TOKEN
+        """The same: the rows with which those answer."""
         self._round = _RoundOutcomes(-1, (), {})
 
     def add(self, drafted: DraftedOutcomes) -> bool:
@@ -42,7 +46,10 @@ class OutcomeTable:
         return True
 
     def ask(self, step: VerifyStep) -> None:
-        self.min_proposed, self.alone_after_miss = step.min_proposed, step.alone_after_miss
+        self.min_proposed = step.min_proposed
+        self.alone_after_miss = step.alone_after_miss
+        self.own_tokens = step.own_tokens
+        self.row_kind = step.row_kind
 
     def suffices(self, base_length: int, accepted_count: int, next_token_id: int, room: int) -> bool:
         """True if the target may go on with what is here for an outcome, where there is room for so many tokens."""

@@ -277,6 +277,15 @@ class DenseRow:
 TargetRow = TokenRow | SupportRow | DenseRow
 
 
+class GoesOn(NamedTuple):
+    """A step that a target takes by itself."""
+
+    delta: Delta
+    """The token that ends the outcome, and the given proposal behind it."""
+    own_tokens: int | None = None
+    """Maximum tokens that the target's own head proposes behind them; None: what is proposed is given."""
+
+
 @dataclass(slots=True, eq=False)
 class Verification:
     """The target's answer to a proposal: one row for each proposed token and one for the token after them."""
@@ -286,12 +295,11 @@ class Verification:
     rows: tuple[TargetRow, ...]
     """K + 1 rows, all of one kind."""
     cost: StepCost | None = None
-    proposed: tuple[int, ...] | None = None
-    """The proposal that was verified, if the target took the step by itself; None for the answer to a step that was
-    asked."""
-    goes_on: Delta | None = None
-    """The step that the target takes by itself behind this one, as far as its lead allows: the token that ends the
-    outcome, and the proposal behind it. None: it takes none."""
+    proposal: Proposal | None = None
+    """The proposal that was verified, if the coordinator did not give it: the target took the step by itself, or its
+    own head proposed."""
+    goes_on: GoesOn | None = None
+    """The step that the target takes by itself behind this one, as far as its lead allows. None: it takes none."""
     serial: int = 0
     """Serial of the step that was asked. The stream that sends a verification fills it in, and the next field."""
     led: int = 0
@@ -463,6 +471,27 @@ class TargetOptions(SequenceOptions):
     adjustments: LogitAdjustments = field(default_factory=LogitAdjustments)
     end_token_ids: tuple[int, ...] = ()
     """Ids that end the sequence: behind one of them a target does not go on by itself."""
+    acceptance: AcceptanceTerms | None = None
+    """How the coordinator decides; None: the target does not go on behind a proposal of its own head's."""
+    draft_top_k: int = 0
+    """How many of its most probable tokens the target's own head keeps, where the rule reads what tokens were drawn
+    from; 0 means the service's default."""
+
+
+class AcceptanceTerms(NamedTuple):
+    """An acceptance rule, as far as a target needs it to propose for it and to decide as it does."""
+
+    name: str
+    epsilon: float = 0.0
+    """`typical_epsilon`."""
+    delta: float = 0.0
+    """`typical_delta`."""
+
+
+class OwnHead(NamedTuple):
+    """Stands for a proposal that the target's own head makes at the beginning of the step that verifies it."""
+
+    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -526,6 +555,9 @@ class VerifyStep:
     """True if it also takes one with none behind an outcome that the draft did not draft for."""
     serial: int = 0
     """Counts the steps of a sequence, from 1. A step with the serial of the last one is that step, asked again."""
+    own_tokens: int | None = None
+    """Maximum tokens that the target's own head proposes behind the delta: a row for each of them comes before the
+    last. None: the proposal is given, at the end of the delta."""
 
     def led_delta(
         self,
@@ -599,8 +631,7 @@ class ModelInfo:
     tensor_parallel_size: int = 1
     """Devices that the model is split over."""
     drafting_method: str = ""
-    """Method of a draft that reads a target's hidden states: the service's own, for the target at its address alone, or
-    that of the draft which a target hosts. Empty otherwise."""
+    """Method of a target's own head; empty without one."""
     step_profile: StepProfile = StepProfile()
     """Empty where the service does not measure them."""
     drafts_ahead: bool = False
@@ -615,6 +646,8 @@ class ModelInfo:
     """The rotary embedding in words, the same for models that encode positions alike. Empty where it is not known."""
     trained_length: int = 0
     """Positions that the model's config names; 0 where it is not known."""
+    head_step_profile: StepProfile = StepProfile()
+    """That of a target's own head; empty without one."""
 
     @property
     def has_model(self) -> bool:

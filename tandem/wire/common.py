@@ -20,6 +20,7 @@ from tandem.model.types import (
     Grammar,
     IntArray,
     ModelInfo,
+    Proposal,
     RowKind,
     SamplingDefaults,
     SamplingParams,
@@ -191,6 +192,41 @@ def read_distribution(message: types_pb2.Distribution) -> SparseDistribution:
 def sums_to_one(total: float) -> bool:
     """True if probabilities with this sum may be a distribution, after rounding to binary32."""
     return 0.999 < total < 1.001
+
+
+def write_proposal(message: types_pb2.Proposal, proposal: Proposal) -> None:
+    """Write a proposal, with what it was drawn from and what it took."""
+    message.base_length = proposal.base_length
+    message.token_ids.extend(proposal.token_ids)
+    for distribution in proposal.distributions:
+        write_distribution(message.distributions.add(), distribution)
+    if proposal.token_logits is not None:
+        message.token_logits.extend(proposal.token_logits.tolist())
+    if proposal.cost is not None:
+        write_cost(message.cost, proposal.cost)
+
+
+def read_proposal(message: types_pb2.Proposal) -> Proposal:
+    """The proposal in a message. One that only some of its tokens have distributions or logits for is refused."""
+    token_ids = tuple(message.token_ids[:])
+    distributions = tuple(map(read_distribution, message.distributions))
+    count = len(token_ids)
+    if len(distributions) not in (0, count):
+        raise ProtocolError(
+            f"{count} tokens came with {len(distributions)} distributions; there must be one for each token or none"
+        )
+    logits = message.token_logits[:]
+    if len(logits) not in (0, count):
+        raise ProtocolError(
+            f"{count} tokens came with {len(logits)} logits; there must be one for each token or none"
+        )
+    return Proposal(
+        base_length=message.base_length,
+        token_ids=token_ids,
+        distributions=distributions,
+        token_logits=np.array(logits, np.float32) if logits else None,
+        cost=read_cost(message.cost) if message.HasField("cost") else None,
+    )
 
 
 def int_array(values: Sequence[int]) -> IntArray:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import TypeAlias
 
-import numpy as np
-
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.model.types import (
     MAX_AHEAD_TOKENS,
@@ -29,16 +27,14 @@ from tandem.wire.common import (
     check_sequence,
     file_parts,
     missing,
-    read_cost,
     read_delta,
-    read_distribution,
     read_options,
     read_outcomes,
-    write_cost,
+    read_proposal,
     write_delta,
-    write_distribution,
     write_options,
     write_outcomes,
+    write_proposal,
 )
 from tandem.wire.converter import Converter, enum_codec
 from tandem.wire.status import Ending, read_ending, write_ending
@@ -206,7 +202,7 @@ def answers_to_proto(
         part = parts.add()
         part.sequence = sequence
         if isinstance(answer, Proposal):
-            _write_proposal(part.proposal, answer)
+            write_proposal(part.proposal, answer)
         elif isinstance(answer, DraftedOutcomes):
             write_outcomes(part.outcomes, answer)
         else:
@@ -230,46 +226,13 @@ def answers_from_proto(
 def _read_answer(part: draft_pb2.ProposeResponse.Part) -> Answer | Ending:
     match part.WhichOneof("content"):
         case "proposal":
-            return _read_proposal(part.proposal)
+            return read_proposal(part.proposal)
         case "outcomes":
             return read_outcomes(part.outcomes)
         case "ending":
             return read_ending(part.ending)
         case _:
             raise ProtocolError("a part has no content; it must hold proposal, outcomes or ending")
-
-
-def _write_proposal(message: draft_pb2.Proposal, proposal: Proposal) -> None:
-    message.base_length = proposal.base_length
-    message.token_ids.extend(proposal.token_ids)
-    for distribution in proposal.distributions:
-        write_distribution(message.distributions.add(), distribution)
-    if proposal.token_logits is not None:
-        message.token_logits.extend(proposal.token_logits.tolist())
-    if proposal.cost is not None:
-        write_cost(message.cost, proposal.cost)
-
-
-def _read_proposal(message: draft_pb2.Proposal) -> Proposal:
-    token_ids = tuple(message.token_ids[:])
-    distributions = tuple(map(read_distribution, message.distributions))
-    count = len(token_ids)
-    if len(distributions) not in (0, count):
-        raise ProtocolError(
-            f"{count} tokens came with {len(distributions)} distributions; there must be one for each token or none"
-        )
-    logits = message.token_logits[:]
-    if len(logits) not in (0, count):
-        raise ProtocolError(
-            f"{count} tokens came with {len(logits)} logits; there must be one for each token or none"
-        )
-    return Proposal(
-        base_length=message.base_length,
-        token_ids=token_ids,
-        distributions=distributions,
-        token_logits=np.array(logits, np.float32) if logits else None,
-        cost=read_cost(message.cost) if message.HasField("cost") else None,
-    )
 
 
 # ---- tokenizers of targets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -15,14 +16,17 @@ from tandem.model.types import (
     MAX_BRANCHES,
     MAX_LEAD,
     MAX_LOGIT_BIAS,
+    AcceptanceTerms,
     Cancel,
     Delta,
     DenseRow,
     DraftedOutcomes,
     Finish,
+    GoesOn,
     IntArray,
     LogitAdjustments,
     Pending,
+    Proposal,
     RowKind,
     RowStatistics,
     SupportRow,
@@ -45,10 +49,12 @@ from tandem.wire.common import (
     read_delta,
     read_options,
     read_outcomes,
+    read_proposal,
     write_cost,
     write_delta,
     write_options,
     write_outcomes,
+    write_proposal,
 )
 from tandem.wire.converter import Converter
 from tandem.wire.status import Ending, read_ending, write_ending
@@ -121,11 +127,20 @@ def _read_request(part: target_pb2.VerifyRequest.Part) -> Request:
 def _write_open(message: target_pb2.VerifyOpen, options: TargetOptions) -> None:
     write_options(message, options)
     message.end_token_ids.extend(options.end_token_ids)
+    message.draft_top_k = options.draft_top_k
+    if options.acceptance is not None:
+        _write_rule(message.acceptance_rule, options.acceptance)
     if options.adjustments != _NO_ADJUSTMENTS:
         message.logit_adjustments.MergeFrom(_ADJUSTMENTS.to_proto(options.adjustments))
 
 
 _NO_ADJUSTMENTS = LogitAdjustments()
+
+
+def _write_rule(message: target_pb2.AcceptanceRule, terms: AcceptanceTerms) -> None:
+    message.name = terms.name
+    message.epsilon = terms.epsilon
+    message.delta = terms.delta
 
 
 def _read_open(message: target_pb2.VerifyOpen) -> TargetOptions:
@@ -138,19 +153,28 @@ def _read_open(message: target_pb2.VerifyOpen) -> TargetOptions:
                 f"the bias of token {token_id} is {bias:g}; it must be between {-MAX_LOGIT_BIAS:g} and "
                 f"{MAX_LOGIT_BIAS:g}"
             )
+    if message.draft_top_k < 0:
+        raise InvalidRequestError(f"draft_top_k is {message.draft_top_k}; it must be at least 0")
     return TargetOptions(
-        **read_options(message), adjustments=adjustments, end_token_ids=tuple(message.end_token_ids)
+        **read_options(message),
+        adjustments=adjustments,
+        end_token_ids=tuple(message.end_token_ids),
+        acceptance=_read_rule(message.acceptance_rule) if message.HasField("acceptance_rule") else None,
+        draft_top_k=message.draft_top_k,
     )
+
+
+def _read_rule(message: target_pb2.AcceptanceRule) -> AcceptanceTerms:
+    for name, value in (("epsilon", message.epsilon), ("delta", message.delta)):
+        if not 0.0 <= value < math.inf:
+            raise InvalidRequestError(f"acceptance_rule.{name} is {value:g}; it must be a number from 0 on")
+    return AcceptanceTerms(message.name, message.epsilon, message.delta)
 
 
 def _write_step(message: target_pb2.VerifyStep, step: VerifyStep) -> None:
     message.serial = step.serial
     proposed = write_delta(message.committed, step.delta, max(step.row_count - 1, 0))
-    given = message.given
-    if proposed:
-        given.token_ids.extend(proposed)
-    else:
-        given.SetInParent()
+    _write_source(message, proposed, step.own_tokens)
     if step.row_count:
         rows = message.rows
         rows.kind = _ROW_KINDS[step.row_kind]
@@ -168,6 +192,29 @@ def _write_step(message: target_pb2.VerifyStep, step: VerifyStep) -> None:
             lead.after_miss = target_pb2.AFTER_MISS_ALONE
 
 
+def _write_source(
+    message: target_pb2.VerifyStep | target_pb2.GoesOn, proposed: Sequence[int], own_tokens: int | None
+) -> None:
+    """Write where a step's proposal comes from."""
+    if own_tokens is not None:
+        message.own_head.max_tokens = own_tokens
+        message.own_head.SetInParent()
+    elif proposed:
+        message.given.token_ids.extend(proposed)
+    else:
+        message.given.SetInParent()
+
+
+def _read_source(message: target_pb2.VerifyStep | target_pb2.GoesOn) -> int | None:
+    """Maximum tokens of the target's own head; None where the proposal is given."""
+    if not message.HasField("own_head"):
+        return None
+    most = message.own_head.max_tokens
+    if not 0 <= most <= MAX_AHEAD_TOKENS:
+        raise InvalidRequestError(f"own_head.max_tokens is {most}; it must be from 0 to {MAX_AHEAD_TOKENS}")
+    return most
+
+
 _ROW_KINDS = {kind: ROW_KIND.encode(kind) for kind in RowKind}
 _KINDS_OF_ROWS = {number: kind for kind, number in _ROW_KINDS.items()} | {
     types_pb2.ROW_KIND_UNSPECIFIED: RowKind.TOKEN
@@ -176,7 +223,8 @@ _KINDS_OF_ROWS = {number: kind for kind, number in _ROW_KINDS.items()} | {
 
 def _read_step(message: target_pb2.VerifyStep) -> VerifyStep:
     if message.WhichOneof("proposal") is None:
-        raise missing("step.proposal (given)")
+        raise missing("step.proposal (given or own_head)")
+    own_tokens = _read_source(message)
     serial = message.serial
     if serial < 0:
         raise InvalidRequestError(f"serial is {serial}; it must be at least 0")
@@ -195,12 +243,18 @@ def _read_step(message: target_pb2.VerifyStep) -> VerifyStep:
         with_statistics = rows.with_statistics
         if kind is RowKind.SUPPORT:
             supports = _read_supports(rows.supports, row_count)
-    elif proposed:
+    elif proposed or own_tokens is not None:
         raise InvalidRequestError(
             f"the step proposes {len(proposed)} tokens and asks for no rows; rows must be set, or nothing proposed"
+            if own_tokens is None
+            else "the step has own_head and asks for no rows; rows must be set"
         )
+    if own_tokens is not None and not delta.token_ids:
+        raise InvalidRequestError("committed.token_ids is empty and own_head is set; there must be a token")
     if not message.HasField("lead"):
-        return VerifyStep(delta, kind, row_count, supports, with_statistics, serial=serial)
+        return VerifyStep(
+            delta, kind, row_count, supports, with_statistics, serial=serial, own_tokens=own_tokens
+        )
     lead = message.lead
     if not 0 <= lead.credits <= MAX_LEAD:
         raise InvalidRequestError(f"lead.credits is {lead.credits}; it must be from 0 to {MAX_LEAD}")
@@ -214,6 +268,7 @@ def _read_step(message: target_pb2.VerifyStep) -> VerifyStep:
         min_proposed=lead.min_tokens,
         alone_after_miss=lead.after_miss == target_pb2.AFTER_MISS_ALONE,
         serial=serial,
+        own_tokens=own_tokens,
     )
 
 
@@ -265,16 +320,15 @@ def _write_verification(message: target_pb2.Verification, answer: Verification) 
         _write_rows(message, answer.rows)
     if answer.cost is not None:
         write_cost(message.cost, answer.cost)
-    if answer.proposed is not None:
-        message.proposal.SetInParent()
-        message.proposal.token_ids.extend(answer.proposed)
+    if answer.proposal is not None:
+        write_proposal(message.proposal, answer.proposal)
     if answer.goes_on is not None:
-        base_length = answer.goes_on.base_length
-        last_token_id, *proposed = answer.goes_on.token_ids
-        message.goes_on.base_length = base_length
-        message.goes_on.last_token_id = last_token_id
-        message.goes_on.given.SetInParent()
-        message.goes_on.given.token_ids.extend(proposed)
+        delta, own_tokens = answer.goes_on
+        last_token_id, *proposed = delta.token_ids
+        following = message.goes_on
+        following.base_length = delta.base_length
+        following.last_token_id = last_token_id
+        _write_source(following, proposed, own_tokens)
 
 
 def _write_rows(message: target_pb2.Verification, rows: Sequence[TargetRow]) -> None:
@@ -312,8 +366,8 @@ class Answer:
     serial: int
     led: int
     base_length: int
-    proposed: tuple[int, ...] | None
-    goes_on: Delta | None
+    proposal: Proposal | None
+    goes_on: GoesOn | None
     message: target_pb2.VerifyResponse
     """The message that brought it, and perhaps those of other sequences."""
     _part: target_pb2.Verification
@@ -324,7 +378,7 @@ class Answer:
             self.base_length,
             _read_rows(part, step),
             read_cost(part.cost) if part.HasField("cost") else None,
-            self.proposed,
+            self.proposal,
             self.goes_on,
             self.serial,
             self.led,
@@ -355,14 +409,23 @@ def answers_from_proto(
 def _read_verification(
     part: target_pb2.Verification, message: target_pb2.VerifyResponse
 ) -> Answer | ProtocolError:
-    proposed = tuple(part.proposal.token_ids[:]) if part.HasField("proposal") else None
-    goes_on: Delta | None = None
-    if part.HasField("goes_on"):
-        following = part.goes_on
-        if following.WhichOneof("proposal") is None:
-            return ProtocolError("goes_on.proposal (given) is missing; it must be set")
-        goes_on = Delta(following.base_length, (following.last_token_id, *following.given.token_ids[:]))
-    return Answer(part.serial, part.led, part.base_length, proposed, goes_on, message, part)
+    proposal: Proposal | None = None
+    goes_on: GoesOn | None = None
+    try:
+        if part.HasField("proposal"):
+            proposal = read_proposal(part.proposal)
+        if part.HasField("goes_on"):
+            goes_on = _read_goes_on(part.goes_on)
+    except (InvalidRequestError, ProtocolError) as error:
+        return ProtocolError(str(error))
+    return Answer(part.serial, part.led, part.base_length, proposal, goes_on, message, part)
+
+
+def _read_goes_on(message: target_pb2.GoesOn) -> GoesOn:
+    if message.WhichOneof("proposal") is None:
+        raise missing("goes_on.proposal (given or own_head)")
+    delta = Delta(message.base_length, (message.last_token_id, *message.given.token_ids[:]))
+    return GoesOn(delta, _read_source(message))
 
 
 def _read_rows(part: target_pb2.Verification, step: VerifyStep) -> tuple[TargetRow, ...]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import grpc.aio
 
-from tandem.errors import ConfigurationError
 from tandem.serving.model_service import ModelService, ServedModel
 from tandem.v1 import target_pb2, target_pb2_grpc
+from tandem_target.chosen_head import chosen_head
 from tandem_target.servicer import TargetServicer
 from tandem_target.settings import TargetSettings, check_extraction
 
@@ -18,12 +18,9 @@ class TargetService(ModelService):
     full_names = (target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name,)
 
     def __init__(self, settings: TargetSettings) -> None:
-        if settings.draft_model is not None:
-            raise ConfigurationError(
-                f"--draft-model is {settings.draft_model}; a target with a draft beside it is started by "
-                "`tandem serve target` or `python -m tandem_bound`"
-            )
         check_extraction(settings)
+        if settings.has_head:
+            chosen_head(settings)
         super().__init__(settings)
         self._settings = settings
         self._servicer = TargetServicer(self._observer)
@@ -34,7 +31,7 @@ class TargetService(ModelService):
 
     def load(self) -> list[ServedModel]:
         settings = self.with_folder(self._settings, self._settings.model)
-        from tandem_target.verifier import load_verifier
+        from tandem_target.loading import load_verifier
 
         verifier = self._servicer.verifier = load_verifier(settings, self._observer.on_step, self.fail)
         return [verifier]

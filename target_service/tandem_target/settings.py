@@ -46,6 +46,11 @@ class TargetSettings(ModelServerSettings):
     name."""
 
     @property
+    def has_head(self) -> bool:
+        """True if the target drafts by itself."""
+        return self.draft_model is not None or canonical_method(self.speculative_method or "") in OWN_METHODS
+
+    @property
     def needs_hidden_states(self) -> str:
         options = ("draft_model", "speculative_method", "shared_storage_path")
         return next((name for name in options if getattr(self, name) is not None), "")

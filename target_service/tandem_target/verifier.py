@@ -10,17 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from tandem.engine.core.engine import RowEngine
-from tandem.engine.core.selection import choose_backends
-from tandem.engine.interface import (
-    EngineOwner,
-    EngineSettings,
-    RowRequest,
-    SequenceEngine,
-    non_finite_logits_logged,
-)
-from tandem.engine.models.loading import LoadedModel, load_model
-from tandem.engine.steps import ModelRunner
+from tandem.acceptance.strategies import AcceptanceRule, rule_of
+from tandem.engine.interface import EngineOwner, RowRequest, SequenceEngine, non_finite_logits_logged
 from tandem.errors import InvalidRequestError, TandemError
 from tandem.model.grammar import Grammars, GrammarState
 from tandem.model.outcome_table import OutcomeTable
@@ -34,9 +25,8 @@ from tandem.model.types import (
     Verification,
     VerifyStep,
 )
-from tandem.telemetry.streams import OnStep
-from tandem_target.hidden_state_files import HiddenStateFiles, hidden_state_files
-from tandem_target.settings import TargetSettings
+from tandem_target.hidden_state_files import HiddenStateFiles
+from tandem_target.own_head import OwnHead
 
 OnLed: TypeAlias = Callable[[Verification | TandemError], None] | None
 """Takes the answers to steps that nobody has asked for, in order; an error ends the sequence."""
@@ -45,53 +35,15 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 """The files with which a coordinator tokenizes as the model does."""
 
 
-def load_verifier(
-    settings: TargetSettings, on_step: OnStep = None, on_failure: Callable[[], None] | None = None
-) -> Verifier:
-    """Load the model that the settings name."""
-    if settings.uses_vllm:
-        from tandem.engine_vllm.engine import load_vllm
-
-        proposed = settings.num_speculative_tokens
-        vllm = load_vllm(settings, settings.model, proposal_length=proposed, on_failure=on_failure)
-        return make_verifier(vllm, settings, on_step, on_failure)
-    target = load_target(settings)
-    files = hidden_state_files(settings, target)
-    model, tap = (target, None) if files is None else (files.tap.model, files.tap)
-    backends = choose_backends(model, settings.compile, settings.compile_cache, tap)
-    return make_verifier(backends, settings, on_step, on_failure, files=files)
-
-
-def load_target(settings: TargetSettings) -> LoadedModel:
-    """Load the model alone."""
-    return load_model(
-        settings.model, device=settings.device, dtype=settings.compute_dtype, threads=settings.threads
-    )
-
-
-def make_verifier(
-    model: ModelRunner,
-    settings: TargetSettings,
-    on_step: OnStep = None,
-    on_failure: Callable[[], None] | None = None,
-    open_sequences: dict[str, Any] | None = None,
-    files: HiddenStateFiles | None = None,
-) -> Verifier:
-    """Put a loaded model to work."""
-    folder = settings.tokenizer or settings.model
-    tokenizer_files = tuple(path for name in TOKENIZER_FILES if (path := folder / name).is_file())
-    engine = RowEngine(model, EngineSettings.of(settings), on_step, on_failure=on_failure)
-    return Verifier(engine, tokenizer_files, files, {} if open_sequences is None else open_sequences)
-
-
 @dataclass(eq=False)
 class Verifier(EngineOwner[SequenceEngine[Any]]):
     """The target model behind whichever engine runs it."""
 
     tokenizer_files: Sequence[Path]
-    _files: HiddenStateFiles | None = None
-    _open: dict[str, Any] = field(default_factory=dict)
-    """The engine's sequences by request, which a draft beside the target reads on the same event loop."""
+    files: HiddenStateFiles | None = None
+    """Take the hidden states of sequences that have ended; None: nobody wants them."""
+    own_head: OwnHead | None = None
+    """Proposes in the engine's steps; None: proposals are given."""
     _grammars: Grammars | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -99,38 +51,45 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
         self._grammars = None if file is None else Grammars.of(file, self.model_info)
 
     async def start(self) -> None:
+        if self.own_head is not None:
+            await self.own_head.start()
         await super().start()
         if self._grammars is not None:
             await self._grammars.prepare()
 
     @property
     def model_info(self) -> ModelInfo:
-        return self._engine.info
+        info = self._engine.info
+        if self.own_head is None:
+            return info
+        return replace(info, head_step_profile=self.own_head.step_profile)
 
     async def close(self) -> None:
         await super().close()
-        if self._files is not None:
-            await self._files.close()
+        if self.own_head is not None:
+            await self.own_head.close()
+        if self.files is not None:
+            await self.files.close()
 
     @asynccontextmanager
     async def sequence(self, options: TargetOptions, on_led: OnLed = None) -> AsyncIterator[VerifiedSequence]:
         info = self._engine.info
         if options.adjustments:
             check_ids(options.adjustments, info.vocabulary_size)
+        rule = None
+        if self.own_head is not None and options.acceptance is not None:
+            rule = rule_of(options.acceptance, options.sampling)
         grammar = None if options.grammar is None else await self.open_grammar(options.grammar, options.scope)
         # The grammar's source stays here, where it is compiled: engines may pass options on.
         options = replace(options, max_length=options.max_length or info.max_length, grammar=None)
         cached = await self._engine.open(options.max_length, client=options.client, scope=options.scope)
-        sequence = VerifiedSequence(self._engine, cached, options, on_led, grammar)
-        self._open[options.request_id] = cached
+        sequence = VerifiedSequence(self._engine, cached, options, on_led, grammar, rule)
         try:
             yield sequence
-            if self._files is not None:  # not for a request that was abandoned, which leaves by an exception
-                await self._files.take(self._engine, cached, sequence.kept_length, options)
+            if self.files is not None:  # not for a request that was abandoned, which leaves by an exception
+                await self.files.take(self._engine, cached, sequence.kept_length, options)
         finally:
             sequence.end_lead()
-            if self._open.get(options.request_id) is cached:
-                del self._open[options.request_id]
             self._engine.release(cached)
 
     async def open_grammar(self, grammar: Grammar, scope: str) -> GrammarState:
@@ -150,6 +109,8 @@ class VerifiedSequence:
     options: TargetOptions
     on_led: OnLed = None
     grammar: GrammarState | None = None
+    rule: AcceptanceRule | None = None
+    """Decides on proposals of the target's own head; None where it makes none."""
     kept_length: int = field(default=0, init=False)
     """Tokens that will not be taken back, as far as is known; the coordinator says it at the end."""
     _unasked: deque[RowRequest] = field(default_factory=deque, init=False)
@@ -165,8 +126,7 @@ class VerifiedSequence:
         """True for a step that the sequence has taken by itself: `on_led` takes its answer, if it has not already."""
         if not self._unasked:
             return False
-        led = self._unasked[0].step
-        if (step.delta, step.row_kind, step.row_count) != (led.delta, led.row_kind, led.row_count):
+        if not _is_same(step, self._unasked[0].step):
             return False
         self._unasked.popleft()
         self._asked_count += 1
@@ -205,16 +165,31 @@ class VerifiedSequence:
                 raise InvalidRequestError(
                     f"a support holds an id outside the vocabulary; ids must be in 0..{self._vocabulary_size - 1}"
                 )
+        if step.own_tokens is not None and self.rule is None:
+            raise InvalidRequestError(
+                "the step has own_head; this target has no drafting head of its own, or open has no acceptance_rule"
+            )
         self.kept_length = step.delta.base_length + len(step.delta.token_ids) - max(step.row_count - 1, 0)
         self._outcomes.ask(step)
         self.end_lead()
         unasked = self._unasked
-        request = RowRequest(step, self.options, self.grammar, partial(self._led, unasked), self._outcomes)
+        request = RowRequest(
+            step, self.options, self.grammar, partial(self._led, unasked), self._outcomes, self.rule
+        )
         with non_finite_logits_logged(self.options.request_id):
             answer = await self.engine.run(self.cached, request)
         if (following := request.following(answer)) is not None:
             unasked.append(following)
         return answer
+
+
+def _is_same(step: VerifyStep, led: VerifyStep) -> bool:
+    """True if a step asks for just what the target has begun by itself. How many tokens its own head proposes it has
+    decided already."""
+    is_own = step.own_tokens is not None
+    if is_own != (led.own_tokens is not None):
+        return False
+    return (step.delta, step.row_kind, step.row_count) == (led.delta, led.row_kind, led.row_count)
 
 
 def check_ids(wanted: LogitAdjustments, vocabulary_size: int) -> None:

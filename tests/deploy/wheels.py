@@ -13,12 +13,12 @@ from tests.end_to_end.processes import run
 from tests.paths import DEMO_DRAFT, DEMO_EAGLE3, DEMO_TARGET, ROOT, SMOLLM2_EAGLE3
 
 PACKAGES = {
-    "tandem", "tandem_bound", "tandem_coordinator", "tandem_demo", "tandem_draft", "tandem_load", "tandem_target",
+    "tandem", "tandem_coordinator", "tandem_demo", "tandem_draft", "tandem_load", "tandem_target",
 }  # fmt: skip
 """All that the wheel adds to site-packages, which it shares with others."""
 _SOURCES = (
     "pyproject.toml", "hatch_build.py", "LICENSE", "README.md", "protos",
-    "tandem", "draft_service", "target_service", "bound_service", "coordinator", "benchmarks/load",
+    "tandem", "draft_service", "target_service", "coordinator", "benchmarks/load",
 )  # fmt: skip
 # Heavy packages come from the environment that runs the tests, by a path in a .pth file. That brings in its packages,
 # but not its .pth files, some of which install this checkout.

@@ -91,7 +91,6 @@ def _starts() -> dict[str, Callable[[list[str]], None]]:
     import torch
 
     import benchmarks.pace
-    import tandem_bound.__main__
     import tandem_coordinator.__main__
     import tandem_coordinator.cli.main
     import tandem_draft.__main__
@@ -102,7 +101,6 @@ def _starts() -> dict[str, Callable[[list[str]], None]]:
     for module in (
         "tandem_draft.proposers.standalone",
         "tandem_target.verifier",
-        "tandem_bound.service",
         "tandem_coordinator.http.app",
         "tandem_coordinator.http.server",
         *(_OF_VLLM if has_vllm else ()),
@@ -112,7 +110,6 @@ def _starts() -> dict[str, Callable[[list[str]], None]]:
     # Threads do not survive a fork, so there must be none yet.
     torch.set_num_threads(1)
     return {
-        "tandem_bound": tandem_bound.__main__.run,
         "tandem_coordinator": tandem_coordinator.__main__.run,
         "tandem_draft": tandem_draft.__main__.run,
         "stand_in": stand_in.tandem,

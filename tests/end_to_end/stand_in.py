@@ -17,7 +17,8 @@ def tandem(arguments: list[str]) -> None:
     import tandem_coordinator.cli.up
     from tandem_coordinator.cli.main import main
 
-    vars(tandem_coordinator.cli.up)["package_of"] = lambda service, arguments: __name__
+    services = vars(tandem_coordinator.cli.up)["SERVICES"]
+    services.update(dict.fromkeys(services, __name__))
     sys.argv = ["tandem", *arguments]
     main()
 

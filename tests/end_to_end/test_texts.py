@@ -111,7 +111,7 @@ async def test_the_bundled_head_changes_no_completion(
     """The demo target with its EAGLE-3 head, served as `tandem up --method eagle3` does."""
     options = ("--draft-model", str(DEMO_EAGLE3), "--dtype", "float32", "--no-draft-repeats", *NO_KERNELS)
     with (
-        model_service("tandem_bound", DEMO_TARGET, *options) as target,
+        model_service("tandem_target", DEMO_TARGET, *options) as target,
         coordinator(address_of(target), None, "--rejection-sampling-strategy", "auto") as front,
     ):
         completed = await complete_all(address_of(front), requests(prompts[:3], max_tokens=32))

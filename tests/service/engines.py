@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 
 from tandem.clients.client import Client
+from tandem.drafting.proposal import propose_head
 from tandem.engine.core.engine import Engine, RowEngine
 from tandem.engine.core.jobs import StepRecord
 from tandem.engine.core.selection import Backends
@@ -24,7 +25,6 @@ from tandem.model.types import Verification, VerifyStep
 from tandem_coordinator.service import CoordinatorService
 from tandem_coordinator.transport.target_client import PROBE
 from tandem_draft.proposers import Proposer
-from tandem_draft.proposers.drafting import propose_head
 from tandem_draft.proposers.mapping import Vocabularies
 from tandem_draft.proposers.standalone import StandaloneProposer
 from tandem_draft.servicer import DraftServicer

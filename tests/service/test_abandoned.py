@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from tandem.clients.client import Client
+from tandem.drafting.proposal import propose_head
 from tandem.engine.core.engine import Engine, RowEngine
 from tandem.engine.core.selection import Backends
 from tandem.engine.interface import EngineSettings
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import AbortedError, ServiceUnavailableError, TandemError
 from tandem.model.types import GenerationRequest
-from tandem_draft.proposers.drafting import propose_head
 from tandem_draft.proposers.standalone import StandaloneProposer
 from tandem_draft.servicer import DraftServicer
 from tandem_target.servicer import TargetServicer

@@ -19,9 +19,9 @@ from torch import Tensor
 from tandem.clients.client import Completed
 from tandem.engine.models.loading import load_model
 from tandem.model.types import GenerationRequest
+from tandem_target.loading import load_verifier
 from tandem_target.servicer import TargetServicer
 from tandem_target.settings import TargetSettings
-from tandem_target.verifier import load_verifier
 from tests.end_to_end.models import blurred, save_model, six_tokens
 from tests.service.clients import complete_all
 from tests.service.engines import draft

@@ -18,6 +18,7 @@ from tandem.errors import ProtocolError
 from tandem.model.types import (
     Delta,
     DraftedOutcomes,
+    GoesOn,
     Proposal,
     RowKind,
     RowStatistics,
@@ -94,11 +95,13 @@ VERIFICATIONS: dict[RowKind, tuple[TargetRow, ...]] = {
         SupportRow(np.empty(0, np.int64), np.empty(0), 1.0, 7, None, 0.125),
     ),
 }
-ANSWERS: dict[RowKind, Message] = {
-    kind: target_wire.answers_to_proto(
-        [(1, Verification(4, rows, COST, (5,), Delta(6, [7]), serial=2, led=1))]
+OWN = Proposal(4, (5,), (SPARSE,), None, COST)
+ANSWERS: dict[tuple[RowKind, int | None], Message] = {
+    (kind, own): target_wire.answers_to_proto(
+        [(1, Verification(4, rows, COST, OWN, GoesOn(Delta(6, [7]), own), serial=2, led=1))]
     )
     for kind, rows in VERIFICATIONS.items()
+    for own in (None, 3)
 }
 PROPOSALS: tuple[Message, ...] = (
     draft_wire.answers_to_proto([(1, Proposal(4, (5, 6), (SPARSE, SPARSE), None, COST))]),
@@ -117,7 +120,7 @@ def parsed(message: Message, examples: int) -> Iterator[Any]:
 def test_wrong_answers_raise_one_kind_of_error(examples: int) -> None:
     """A ProtocolError, for the whole message or in place of one sequence's answer."""
     refused = read = 0
-    for kind, message in ANSWERS.items():
+    for (kind, _), message in ANSWERS.items():
         step = VerifyStep(Delta(3, [4, 5]), kind, 2, (SPARSE.token_ids,), with_statistics=True)
         for wrong in parsed(message, examples):
             try:

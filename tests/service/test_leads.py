@@ -19,7 +19,9 @@ from tandem.errors import TandemError
 from tandem.model.types import (
     Delta,
     GenerationRequest,
+    GoesOn,
     ModelInfo,
+    Proposal,
     ProposeStep,
     RowKind,
     TokenRow,
@@ -105,7 +107,8 @@ class LeadingEngine:
             except TandemError as error:
                 request.on_led(request, error)
                 return
-            request.on_led(request, replace(answer, proposed=tuple(request.step.delta.token_ids[1:])))
+            proposal = Proposal(answer.base_length, tuple(request.step.delta.token_ids[1:]))
+            request.on_led(request, replace(answer, proposal=proposal))
             request = request.following(answer)
 
     async def _step(self, sequence: Led, request: RowRequest) -> Verification:
@@ -331,17 +334,20 @@ async def test_the_text_survives_a_loss_in_the_middle_of_a_lead(
 
 def going_on(
     answer: Verification, last: int = 0, more: tuple[int, ...] = (), length: int = 0
-) -> Delta | None:
-    """The delta with which a target says that it goes on, changed; None where it does not go on."""
+) -> GoesOn | None:
+    """The step with which a target says that it goes on, changed; None where it does not go on."""
     if answer.goes_on is None:
         return None
-    first, *proposed = answer.goes_on.token_ids
-    return Delta(answer.goes_on.base_length + length, (first + last, *proposed, *more))
+    delta = answer.goes_on.delta
+    first, *proposed = delta.token_ids
+    return GoesOn(Delta(delta.base_length + length, (first + last, *proposed, *more)))
 
 
 LIES: dict[str, Fault] = {
     "another token than the rows named": lambda each: replace(each, goes_on=going_on(each, last=1)),
-    "another proposal than it had said": lambda each: replace(each, proposed=(1, 2)),
+    "another proposal than it had said": lambda each: replace(
+        each, proposal=Proposal(each.base_length, (1, 2))
+    ),
     "a token is skipped": lambda each: replace(each, base_length=each.base_length + 1),
     "a row of no model of this vocabulary": lambda each: replace(each, rows=(TokenRow(1 << 20),)),
     "a proposal that nobody has made": lambda each: replace(each, goes_on=going_on(each, more=(1, 2))),
@@ -354,7 +360,7 @@ async def test_a_target_whose_lead_contradicts_its_rows_is_left(
     model: LoadedModel, plain: dict[str, Completed], lie: str
 ) -> None:
     def lied(answer: Verification) -> Verification:
-        return answer if answer.proposed is None else LIES[lie](answer)
+        return answer if answer.proposal is None else LIES[lie](answer)
 
     lying = Faults(garbled=dict.fromkeys(range(4, 100), lied))
     (found,) = await completions(model, 2, [GREEDY], lying, Faults())

@@ -7,7 +7,7 @@ from itertools import chain
 import grimp
 
 PACKAGES = (
-    "tandem", "tandem_bound", "tandem_coordinator", "tandem_draft", "tandem_load", "tandem_target",
+    "tandem", "tandem_coordinator", "tandem_draft", "tandem_load", "tandem_target",
     "tandem_audit", "tandem_vllm", "benchmarks",
 )  # fmt: skip
 

@@ -13,13 +13,13 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
+from tandem.drafting.proposal import propose_head
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.selection import Backends
 from tandem.engine.interface import EngineSettings
 from tandem.engine.models.loading import load_model
 from tandem.model.grammar import Grammars
 from tandem.model.types import Delta, DraftOptions, ProposeStep, SparseDistribution
-from tandem_draft.proposers.drafting import propose_head
 from tandem_draft.proposers.mapping import Vocabularies
 from tandem_draft.proposers.standalone import StandaloneProposer, load_standalone
 from tandem_draft.settings import DraftSettings

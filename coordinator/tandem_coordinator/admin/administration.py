@@ -46,18 +46,19 @@ class Administration:
         settings = self.live_config.current
         models = [each.model for each in replicas if each.model is not None]
         drafts = [each for each in replicas if each.role is Role.DRAFT]
-        options = for_draft(settings, next((each.model for each in drafts if each.model), None))
+        fleet = self._replicas.fleet
+        options = for_draft(settings, fleet.draft)
         shared = {each.name for each in fields(admin.Status)} & {each.name for each in fields(admin.Stats)}
         return admin.Status(
             version=__version__,
             state=state_of(replicas),
             model=models[0].name if models else "",
             settings=admin.SpeculationSettings(
-                is_on=settings.speculation and bool(drafts),
+                is_on=settings.speculation and (bool(drafts) or fleet.draft is not None),
                 num_speculative_tokens=settings.num_speculative_tokens,
                 rule=AUTO if names_auto(settings) else find_strategy(options.acceptance_rule).name,
             ),
-            sampling_defaults=self._replicas.fleet.sampling_defaults,
+            sampling_defaults=fleet.sampling_defaults,
             replicas=tuple(replicas),
             **{name: getattr(stats, name) for name in shared},
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from tandem import __version__
 from tandem.acceptance.strategies import STRATEGIES
@@ -46,18 +45,13 @@ def diagnose(
     targets = [each for each in status.replicas if each.role is Role.TARGET]
     drafts = [each for each in status.replicas if each.role is Role.DRAFT]
     yield _targets(status, targets)
-    yield _drafts(settings, drafts)
-    hosts = {target.address for target in targets}
+    yield _drafts(settings, drafts, targets)
     for replica in status.replicas:
-        if replica.role is Role.DRAFT and replica.address in hosts:
-            yield _state(replica, status, is_hosted=True)
-        else:
-            yield from _replica(replica, status)
+        yield from _replica(replica, status)
     target = next((each.model for each in targets if each.model is not None), None)
     for draft in drafts:
         if target is not None and draft.model is not None:
-            place = "" if draft.address in hosts else draft.address
-            yield _match(settings, target, replace(draft, address=place), draft.model)
+            yield _match(settings, target, draft, draft.model)
     yield from _speculation(status)
     yield _rule(status)
     yield _load(status, settings)
@@ -75,31 +69,40 @@ def _targets(status: Status, targets: Sequence[ReplicaSnapshot]) -> Finding:
     return Finding.problem("targets", words, advice)
 
 
-def _drafts(settings: CoordinatorSettings, drafts: Sequence[ReplicaSnapshot]) -> Finding:
-    if not drafts:
+def _drafts(
+    settings: CoordinatorSettings, drafts: Sequence[ReplicaSnapshot], targets: Sequence[ReplicaSnapshot]
+) -> Finding:
+    methods = [each.model.drafting_method for each in targets if each.model is not None]
+    heads = [method for method in methods if method]
+    if not drafts and not heads:
         advice = "start one, and name it with --draft-address"
         return Finding.warning("drafts", "there is none: the target works alone", advice)
     if not settings.speculation:
         advice = "tandem admin config set speculation true"
         return Finding.warning("drafts", "speculation is off: the target works alone", advice)
+    if not drafts:
+        names = ", ".join(sorted(set(heads)))
+        words = f"{len(heads)} of {len(targets)} targets draft by heads of their own ({names})"
+        if len(heads) == len(targets):
+            return Finding.ok("drafts", words)
+        return Finding.warning("drafts", f"{words}; the others work alone")
     if not (ready := sum(replica.state is ReplicaState.READY for replica in drafts)):
         return Finding.warning("drafts", f"none of {len(drafts)} takes new sequences: the target works alone")
     return Finding.ok("drafts", f"{ready} of {len(drafts)} take new sequences")
 
 
-def _state(replica: ReplicaSnapshot, status: Status, *, is_hosted: bool = False) -> Finding:
-    """A replica's state. A draft that its target hosts is at the target's address, which was named before."""
-    address = "" if is_hosted else replica.address
-    place = " beside its target" if is_hosted else ""
+def _state(replica: ReplicaSnapshot, status: Status) -> Finding:
+    """A replica's state."""
+    address = replica.address
     if replica.state is ReplicaState.READY:
         times = (("round trip", replica.round_trip_seconds), ("step", replica.step_seconds))
-        known = [f"{name} {each * 1000:.1f} ms" for name, each in times if each is not None and not is_hosted]
-        return Finding.ok(replica.role.value, ", ".join([f"ready{place}", *known]), address)
+        known = [f"{name} {each * 1000:.1f} ms" for name, each in times if each is not None]
+        return Finding.ok(replica.role.value, ", ".join(["ready", *known]), address)
     is_needed = replica.role is Role.TARGET and not status.state.completes
     reason = f": {replica.reason}" if replica.reason else ""
-    words = f"{replica.state.value}{place} for {replica.since_seconds:.0f} s{reason}"
+    words = f"{replica.state.value} for {replica.since_seconds:.0f} s{reason}"
     judged = Finding.problem if is_needed else Finding.warning
-    return judged(replica.role.value, words, _ADVICE[replica.state].format(address=replica.address), address)
+    return judged(replica.role.value, words, _ADVICE[replica.state].format(address=address), address)
 
 
 def _replica(replica: ReplicaSnapshot, status: Status) -> Iterator[Finding]:

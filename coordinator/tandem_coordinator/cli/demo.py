@@ -30,7 +30,7 @@ from tandem.serving.standard_streams import write_error
 from tandem_coordinator.cli.command import VerbOptions, command, plain_table, print_parts
 from tandem_coordinator.cli.generate import Record
 from tandem_coordinator.cli.main import app
-from tandem_coordinator.cli.serve import package_of
+from tandem_coordinator.cli.serve import SERVICES
 from tandem_coordinator.cli.up import SMOLLM2_METHOD, as_words, card_sampling, typed_program
 from tandem_coordinator.stats.speculation import acceptance_rate, summed, tokens_per_pass
 
@@ -304,7 +304,7 @@ class _Demo:
     ) -> Service:
         # Lost replicas are the point here, and are told in the text.
         arguments = [*words, *as_words(host="127.0.0.1", port=port, log_level="error")]
-        child = await Child.start(role, str(package_of(service, arguments)), arguments, STOP_SECONDS)
+        child = await Child.start(role, SERVICES[service], arguments, STOP_SECONDS)
         stack.push_async_callback(child.stop)
         return Service(role, does, child)
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
-from itertools import zip_longest
 
 import typer
 
-from tandem.config.names import OWN_METHODS, canonical_method
 from tandem.errors import ConfigurationError
 from tandem_coordinator.cli.main import app
 
@@ -22,9 +19,6 @@ SERVICES = {
     "coordinator": "tandem_coordinator",
 }
 """The package of each service."""
-
-BOUND_PACKAGE = "tandem_bound"
-"""Package of a target with a draft beside it."""
 
 _HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Arguments are passed on unchanged: settings list their options once."""
@@ -37,7 +31,7 @@ def serve(context: typer.Context) -> None:
     if service in ("", "--help", "-h"):
         sys.stdout.write(f"Usage: tandem serve SERVICE [OPTIONS]\n\n{serve.__doc__}\n")
         raise typer.Exit(0 if service else 2)
-    package = package_of(service, arguments)
+    package = SERVICES.get(service)
     if package is None:
         near = get_close_matches(service, SERVICES)
         advice = f"did you mean {near[0]}?" if near else f"it must be one of {', '.join(SERVICES)}"
@@ -46,27 +40,6 @@ def serve(context: typer.Context) -> None:
         raise ConfigurationError(f"the {service} service is not installed here (package {package})")
     # Found by name, not imported above: the coordinator's image holds no other service, and no torch.
     importlib.import_module(f"{package}.__main__").run(arguments)
-
-
-def package_of(service: str, arguments: Sequence[str]) -> str | None:
-    """The package that serves with these options; None for an unknown service."""
-    # The method of the target's options, or else the one that all processes share in the environment.
-    methods = [_target_option(arguments, name) for name in ("METHOD", "SPECULATIVE_METHOD")]
-    methods += [os.environ.get(f"TANDEM_{name}", "") for name in ("METHOD", "SPECULATIVE_METHOD")]
-    is_own = canonical_method(next(filter(None, methods), "")) in OWN_METHODS
-    if service == "target" and (is_own or _target_option(arguments, "DRAFT_MODEL")):
-        return BOUND_PACKAGE
-    return SERVICES.get(service)
-
-
-def _target_option(arguments: Sequence[str], option: str) -> str:
-    """The value of an option on the command line or in the environment; empty without one."""
-    flag = "--" + option.lower().replace("_", "-")
-    for word, following in zip_longest(arguments, arguments[1:], fillvalue=""):
-        name, equals, value = word.partition("=")
-        if name == flag:
-            return value if equals else following
-    return os.environ.get(f"TANDEM_TARGET_{option}", "")
 
 
 _NEEDED = {

@@ -36,7 +36,7 @@ from tandem.telemetry.logs import LogLevel
 from tandem.telemetry.progress import Progress
 from tandem_coordinator.cli.command import VerbOptions, command
 from tandem_coordinator.cli.main import app
-from tandem_coordinator.cli.serve import package_of
+from tandem_coordinator.cli.serve import SERVICES
 from tandem_coordinator.settings.coordinator import DEFAULT_PORT, ConfigSettings
 from tandem_coordinator.settings.sampling import VLLM
 
@@ -638,7 +638,7 @@ class _Cluster:
             raise ServiceUnavailableError(f"{await ended.obituary()}; the other services were stopped")
 
     async def _child(self, stack: AsyncExitStack, name: str, arguments: Sequence[str]) -> Child:
-        child = await Child.start(name, str(package_of(name, arguments)), arguments, STOP_SECONDS)
+        child = await Child.start(name, SERVICES[name], arguments, STOP_SECONDS)
         self._children.append(child)
         stack.push_async_callback(lambda: asyncio.shield(child.stop()))
         return child

@@ -23,8 +23,6 @@ from tandem_coordinator.stats.rounds import hit_rate
 
 NOTHING = "-"
 """Shown for a value that does not exist yet."""
-BESIDE = "beside the target"
-"""In place of the address of a draft that its target hosts."""
 
 _STYLES = {"ready": "green"} | dict.fromkeys(("connecting", "draining", "starting", "degraded"), "yellow")
 """Colours of states; the others are red."""
@@ -116,14 +114,11 @@ def replicas_view(shown: Sequence[ReplicaSnapshot]) -> RenderableType:
 def replica_table(shown: Sequence[ReplicaSnapshot]) -> RenderableType:
     """A row for each replica."""
     table = plain_table("ROLE", "ADDRESS", "STATE", ">FOR", ">SEQ", ">RTT", ">STEP", ">ACCEPT")
-    addresses = [replica.address for replica in shown]
-    # A draft that its target hosts comes after it, and their address once.
-    ordered = sorted(enumerate(shown), key=lambda each: (addresses.index(each[1].address), each[0]))
-    for index, replica in ordered:
-        is_hosted = addresses.index(replica.address) < index
+    for replica in shown:
+        method = "" if replica.model is None else replica.model.drafting_method
         table.add_row(
-            replica.role.value,
-            BESIDE if is_hosted else replica.address,
+            f"{replica.role.value}, {method}" if method else replica.role.value,
+            replica.address,
             _state(replica.state),
             duration(replica.since_seconds).partition(" ")[0],
             f"{replica.open_sequences:,}",
@@ -163,6 +158,7 @@ def replica_view(replica: ReplicaSnapshot) -> RenderableType:
             **({} if replica.coverage is None else {"mapping": str(replica.coverage)}),
             "max_length": f"{model.max_length:,}",
             "dtype": model.dtype,
+            **({"own head": model.drafting_method} if model.drafting_method else {}),
             "version": model.service_version,
         }
     return grid(facts)
@@ -197,18 +193,12 @@ def request_view(report: RequestReport) -> RenderableType:
             "rule": report.rule,
             "K": f"{grouped(report.num_speculative_tokens, 'token')} proposed per round",
             "target": report.target_address or NOTHING,
-            "draft": _draft_place(report),
+            "draft": report.draft_address or NOTHING,
             "speculation": _speculation(report.speculation_state),
             "rounds": f"{stats.rounds:,}",
             "accepted": f"{stats.accepted:,} of {stats.drafted:,} ({percent(stats.accepted, stats.drafted)})",
         }
     )
-
-
-def _draft_place(report: RequestReport) -> str:
-    if report.draft_address and report.draft_address == report.target_address:
-        return BESIDE
-    return report.draft_address or NOTHING
 
 
 def stats_view(stats: Stats, before: Stats | None = None) -> RenderableType:

@@ -6,7 +6,7 @@ docs/configuration.md lists the rules.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from tandem.config import SpeculativeConfig
 from tandem.config.names import STANDALONE
@@ -164,11 +164,24 @@ MAX_ROWS = max(MAX_SPECULATIVE_TOKENS, MAX_CONFIGURED_TOKENS) + 1
 """Maximum rows of one answer, for the limit on a message's size: one for each token of the longest proposal that
 configuration and requests may ask for, and one after it."""
 
-# A replica of another release may serve the same model, only some targets may host a draft, each measures its steps
+# A replica of another release may serve the same model, only some targets may have a head, each measures its steps
 # and has an id of its own. Of their sampling defaults only what is in force matters.
 _MAY_DIFFER = frozenset(
-    {"service_version", "drafting_method", "step_profile", "sampling_defaults", "instance_id"}
+    {
+        "service_version",
+        "drafting_method",
+        "step_profile",
+        "head_step_profile",
+        "sampling_defaults",
+        "instance_id",
+    }
 )
+
+
+def own_head(target: ModelInfo) -> ModelInfo:
+    """The head of a target that drafts by itself, as a draft."""
+    name = f"{target.name} ({target.drafting_method})"
+    return replace(target, name=name, step_profile=target.head_step_profile)
 
 
 class Fleet:
@@ -178,14 +191,22 @@ class Fleet:
     Drafts may be different models as long as each fits the target, which verifies their proposals.
     """
 
-    def __init__(self, config: SpeculativeConfig, sampling: SamplingPolicy | None = None) -> None:
-        """Of models that fit the configuration; None: requests are sampled by their targets' own defaults."""
+    def __init__(
+        self, config: SpeculativeConfig, sampling: SamplingPolicy | None = None, *, takes_heads: bool = True
+    ) -> None:
+        """
+        Args:
+            config: What the models must fit.
+            sampling: None: requests are sampled by their targets' own defaults.
+            takes_heads: Let targets with heads of their own propose; where there are draft services, those do.
+        """
         self._config = config
+        self._takes_heads = takes_heads
         self._sampling = sampling or SamplingPolicy(SamplingOptions())
         self.target: ModelInfo | None = None
         """The first target that was reached."""
         self.draft: ModelInfo | None = None
-        """The first of the drafts that fit it and are not gone."""
+        """The first of the drafts that fit it and are not gone; without draft services the targets' own head."""
 
     @property
     def message_limit_bytes(self) -> int:
@@ -204,6 +225,8 @@ class Fleet:
             return "; ".join(wrong)
         if self.target is None:
             self.target = info
+        if self.draft is None and info.drafting_method and self._takes_heads:
+            self.draft = own_head(info)
         differences = [
             f"{field.name} is {_show(info, field.name)} for this target and {_show(self.target, field.name)} for the "
             "others; all targets must serve one model alike"

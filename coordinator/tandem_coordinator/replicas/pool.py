@@ -114,18 +114,14 @@ class Member(Generic[ClientT]):
         return self._state is ReplicaState.READY and not self.drained_because
 
     @property
-    def is_bound(self) -> bool:
-        """True for a draft that reads the hidden states of the target in its own process, and for that target."""
+    def has_head(self) -> bool:
+        """True for a target that drafts by itself."""
         return self.model is not None and bool(self.model.drafting_method)
 
     @property
     def is_doubted(self) -> bool:
         """True from an error of its own until it answers a probe."""
         return self._must_answer_probe
-
-    def goes_with(self, target_address: str | None) -> bool:
-        """False for a draft that is bound to another target than the one at this address."""
-        return not self.is_bound or self.address == target_address
 
     @property
     def client(self) -> ClientT:

@@ -37,7 +37,8 @@ class ReplicaRegistry:
     def __init__(
         self, settings: CoordinatorSettings, credentials: Credentials = PLAIN, resolver: Resolver = resolve
     ) -> None:
-        self.fleet = fleet = Fleet(settings, SamplingPolicy(settings))
+        has_drafts = bool(settings.draft_address)
+        self.fleet = fleet = Fleet(settings, SamplingPolicy(settings), takes_heads=not has_drafts)
         self._settings = settings
         self.targets = Pool(
             Role.TARGET,
@@ -70,9 +71,6 @@ class ReplicaRegistry:
         self._watching = asyncio.create_task(self._watch_for_hangs())
         await self._first(self.targets, self._settings.start_timeout_seconds, waits)
         assert self.fleet.target is not None
-        if not self.drafts.addresses and self.fleet.target.drafting_method:
-            # The targets host drafts of their own.
-            self.drafts.addresses = self.targets.addresses
         if self.drafts.addresses:
             await self.drafts.start()
             seconds, alone = self._settings.start_timeout_seconds, self._settings.start_without_draft
@@ -83,7 +81,7 @@ class ReplicaRegistry:
                     raise
                 logger.warning("the target serves alone until a draft is ready", extra={"reason": str(error)})
         else:
-            check_models(Deployment(self._settings, self.fleet.target))
+            check_models(Deployment(self._settings, self.fleet.target, self.fleet.draft))
 
     async def _map_vocabulary(self, client: DraftClient, draft: ModelInfo) -> Coverage | None:
         """Give a draft the target's tokenizer, where it has another one."""

@@ -159,9 +159,19 @@ class Plan:
         }
 
     @property
+    def asks_head(self) -> bool:
+        """True if a target's own head proposes."""
+        draft = self.models.draft
+        return self.num_speculative_tokens > 0 and draft is not None and bool(draft.drafting_method)
+
+    @property
     def lead(self) -> int:
         """How many rounds the target may begin by itself: it must decide as the rule does."""
-        return self.settings.target_lead if self.rule.lossless else 0
+        may_lead = self.rule.lossless
+        if self.asks_head:
+            # Dense rows take megabytes, which nobody may want.
+            may_lead = self.rule.may_lead and self.row_kind is not RowKind.DENSE
+        return self.settings.target_lead if may_lead else 0
 
     @property
     def can_lead_with_proposals(self) -> bool:
@@ -170,7 +180,9 @@ class Plan:
 
     @property
     def session_policy(self) -> SessionPolicy:
-        return SessionPolicy(self.lead, self.can_lead_with_proposals, self.keeps_proposals)
+        return SessionPolicy(
+            self.lead, self.can_lead_with_proposals, self.keeps_proposals, asks_head=self.asks_head
+        )
 
     @property
     def max_length(self) -> int:
@@ -193,6 +205,8 @@ class Plan:
             scope=self.scopes.prefix,
             end_token_ids=tuple(sorted({*self.limits.eos_token_ids, *self.limits.stop_token_ids})),
             grammar=None if self.grammar is None else self.grammar.grammar,
+            acceptance=self.rule.terms if self.asks_head else None,
+            draft_top_k=(self.settings.draft_top_k or 0) if self.asks_head else 0,
         )
 
     def draft_options(self, ahead: AheadBudget | None = None, client: str = "") -> DraftOptions:

@@ -23,6 +23,7 @@ from tandem_coordinator import speculation_report
 from tandem_coordinator.controller import RequestController, SpeculationController, Terms, request_kind
 from tandem_coordinator.decoding.completion import Completion
 from tandem_coordinator.decoding.logprobs import details_of, prompt_logprobs
+from tandem_coordinator.replicas.compatibility import own_head
 from tandem_coordinator.replicas.registry import ReplicaRegistry
 from tandem_coordinator.requests.admission import Admission, Place
 from tandem_coordinator.requests.chunks import ChunkPacer, ChunkQueue, stream_of
@@ -180,15 +181,24 @@ class RequestRunner:
         replicas = self.replicas
         controller = self.speculation
         draft_name = plan.models.draft_name
-        if not replicas.drafts.addresses or plan.num_speculative_tokens == 0:
+        if plan.num_speculative_tokens == 0:
             return None
         kind = request_kind(draft_name, plan.rule.name, plan.sampling.temperature)
-        terms = Terms(kind, plan.num_speculative_tokens, plan.policy, plan.draft_ahead, leads=plan.lead > 0)
+        terms = Terms(
+            kind,
+            plan.num_speculative_tokens,
+            plan.policy,
+            plan.draft_ahead,
+            leads=plan.lead > 0,
+            has_head=plan.asks_head,
+        )
         # The request has no target yet: begin with the cost model of the one that it is likely to get.
         target = replicas.targets.choose()
         draft = replicas.drafts.choose()
         if target is not None:
             controller.introduce(target.address, target.model, target.round_trip.value)
+            if plan.asks_head and target.model is not None:
+                controller.introduce(draft_name, own_head(target.model), None)
         if draft is not None:
             controller.introduce(draft_name, draft.model, draft.round_trip.value)
         return controller.request(terms, "" if target is None else target.address)
@@ -204,6 +214,8 @@ class RequestRunner:
     ) -> FailoverDraft | NoDraft:
         if speculation is None:
             return NoDraft(speculation_report.off(self._why_alone(plan)))
+        if plan.asks_head:
+            return NoDraft(None)
         patience = Patience(plan.settings.draft_patience_seconds)
         events.subscribe(patience.round_ended)
         leads = plan.lead > 0 and plan.can_lead_with_proposals
@@ -230,7 +242,7 @@ class RequestRunner:
         observer.counted(stats)
 
     def _why_alone(self, plan: Plan) -> str:
-        if not self.replicas.drafts.addresses:
+        if not self.replicas.drafts.addresses and plan.models.draft is None:
             return speculation_report.NO_DRAFT
         if plan.kept_out_by:
             is_echo = plan.request.echo

@@ -136,9 +136,8 @@ class FailoverDraft:
         if self._is_too_long or current.member.state is ReplicaState.DRAINING:
             self._placement.leave()
 
-    def outcome(self, completion: Completion, target_address: str | None) -> Outcome | Away:
+    def outcome(self, completion: Completion) -> Outcome | Away:
         self._is_resting = False
-        self._placement.target_address = target_address
         try:
             sequence = self._sequence_to_ask(completion)
             if sequence is None:
@@ -226,13 +225,12 @@ class FailoverDraft:
         member = placement.candidate(tokens=completion)
         if member is None:
             return None
-        # A bound draft reads and proposes at once; another one reads in this round and proposes in the next.
-        is_at_once = member.is_bound or is_resuming
         few = 2 * (self._limits.num_speculative_tokens + 1)
-        if not is_at_once and completion.has_begun and completion.room <= few:
+        if not is_resuming and completion.has_begun and completion.room <= few:
             return None  # it ends before the draft has read it
         sequence = placement.enter(member, completion)
-        return sequence if is_at_once else None
+        # It reads in this round and proposes in the next.
+        return sequence if is_resuming else None
 
     def _go_elsewhere(self, completion: Completion, error: TandemError) -> Away:
         """Lose the draft, and let the next one read while the target goes on alone."""
@@ -258,10 +256,10 @@ class FailoverDraft:
 
 @dataclass(slots=True, eq=False)
 class NoDraft:
-    """The draft of a request that its target serves alone."""
+    """The draft of a request that its target serves alone, or with a head of its own."""
 
-    trouble: SpeculationState
-    """Why there is none."""
+    trouble: SpeculationState | None
+    """Why nothing is proposed; None where the target's own head proposes."""
     address: str | None = None
     is_ahead: bool = False
     usual_seconds: float = 0.0
@@ -272,7 +270,7 @@ class NoDraft:
     def rest(self, completion: Completion, plan: RoundPlan) -> None:
         """Do nothing, here and below: there is nobody to tell."""
 
-    def outcome(self, completion: Completion, target_address: str | None) -> Away:
+    def outcome(self, completion: Completion) -> Away:
         return AWAY
 
     async def finished(self, completion: Completion, coming: Coming, tokens: int) -> None:

@@ -100,8 +100,6 @@ class DraftPlacement:
     _observer: Callable[[str], StreamObserver] = lambda _: NO_OBSERVER
     _on_outcomes: OnOutcomes = None
     current: OpenSequence[DraftClient, DraftSequence] | None = None
-    target_address: str | None = None
-    """The target of the same sequence. Drafts that are bound to another one are avoided."""
     _losses: int = 0
     _faults: int = 0
     """Losses other than a lack of room."""
@@ -130,7 +128,7 @@ class DraftPlacement:
         ready = [
             member
             for member in self._pool.members.values()
-            if member.is_ready and member.goes_with(self.target_address) and member not in avoided
+            if member.is_ready and member not in avoided
             if now >= self._retry_at.get(member, 0.0)
         ]
         if len(ready) < 2:
@@ -169,16 +167,14 @@ class DraftPlacement:
             self.current = None
 
     def leave_for_better(self) -> None:
-        """Leave a draft that drains or hangs if another can take over, one that has lost the sequence, and a bound one
-        whose target was left."""
+        """Leave a draft that drains or hangs if another can take over, and one that has lost the sequence."""
         if self.current is None:
             return
         member, sequence = self.current.member, self.current.sequence
         has_lost = self._has_lost_sequence()
         hangs = has_lost or (sequence.is_open and sequence.late_seconds > _ABANDON_SECONDS)
-        has_moved = not member.goes_with(self.target_address)
         is_good = member.is_ready and not hangs
-        if not (has_moved or has_lost) and (is_good or not self.candidate(member)):
+        if not has_lost and (is_good or not self.candidate(member)):
             return
         if hangs:
             self._late.add(member)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.model.types import NO_LEAD, Lead, Proposal, StepCost, Verification
+from tandem.model.types import NO_LEAD, Lead, OwnHead, Proposal, StepCost, Verification
 from tandem_coordinator.outcomes import IDLE, Away, Coming, Hit, Idle, Outcome
 from tandem_coordinator.stats.rounds import RoundCost
 
@@ -25,9 +25,9 @@ class Late:
 
 @dataclass(slots=True)
 class Question:
-    """A proposal for the target to verify."""
+    """A proposal for the target to verify, or that its own head is to make one."""
 
-    proposal: Proposal
+    asked: Proposal | OwnHead
     lead: Lead = NO_LEAD
     """The lead that the target is granted behind it."""
     outcome: Outcome | Away = IDLE
@@ -36,6 +36,18 @@ class Question:
     """How the draft answered in this round; None where it was not asked."""
     is_forced: bool = False
     """True if the proposal is what the grammar forces."""
+
+    @property
+    def given(self) -> Proposal:
+        """The proposal that the coordinator gives."""
+        assert isinstance(self.asked, Proposal), "the target's own head is not a draft's business"
+        return self.asked
+
+    def proposal_of(self, verification: Verification) -> Proposal:
+        """The proposal that was verified. A target without a head has verified none in its place."""
+        if isinstance(self.asked, Proposal):
+            return self.asked
+        return verification.proposal or Proposal(verification.base_length)
 
     @property
     def awaited_outcome(self) -> bool:
@@ -66,7 +78,8 @@ class Question:
             verify_seconds: From the question to the answer.
             seconds: Of the whole round.
         """
-        proposed = len(self.proposal)
+        proposal = self.proposal_of(verification)
+        proposed = len(proposal)
         verify = verification.cost or StepCost(verify_seconds, load, load * (proposed + 1))
         rank = self.outcome_rank
         cost = RoundCost(
@@ -77,13 +90,16 @@ class Question:
             verify.tokens,
             was_late=isinstance(self.answer, Late),
             was_ahead=rank is not None,
-            was_led=verification.proposed is not None,
+            was_led=verification.led > 0,
         )
         if not proposed or rank is not None:
             return cost
-        if not isinstance(self.answer, Asked) or self.answer.seconds is None:
+        if isinstance(self.asked, OwnHead):
+            draft = proposal.cost or StepCost(0.0, load, 0)
+        elif not isinstance(self.answer, Asked) or self.answer.seconds is None:
             return None  # an earlier round had asked for the proposal, or nobody had
-        draft = self.answer.proposal.cost or StepCost(self.answer.seconds, load, 0)
+        else:
+            draft = self.answer.proposal.cost or StepCost(self.answer.seconds, load, 0)
         cost.draft_seconds = draft.seconds
         cost.draft_sequences = draft.sequences
         return cost

@@ -19,6 +19,7 @@ from tandem.model.types import (
     Chunk,
     DraftedOutcomes,
     Lead,
+    OwnHead,
     Proposal,
     Verification,
 )
@@ -45,10 +46,15 @@ class TargetSide(Protocol):
     def has_read(self) -> bool:
         """True if the last answer was the first of its stream, for which the target read all tokens."""
 
-    async def verify(self, completion: Completion, proposal: Proposal, lead: Lead) -> Verification:
-        """The target's row at each position of the proposal, and at the one after it."""
+    @property
+    def has_head(self) -> bool:
+        """True if it drafts by itself."""
 
-    def begun(self, completion: Completion) -> Proposal | None:
+    async def verify(self, completion: Completion, asked: Proposal | OwnHead, lead: Lead) -> Verification:
+        """The target's row at each position of the proposal, and at the one after it. It says which proposal that is
+        where its own head makes it."""
+
+    def begun(self, completion: Completion) -> Proposal | OwnHead | None:
         """The proposal of the round that the target has begun by itself behind the completion; None without one."""
 
     def pass_on(self, outcomes: DraftedOutcomes) -> None:
@@ -76,7 +82,7 @@ class DraftSide(Protocol):
     def rest(self, completion: Completion, plan: RoundPlan) -> None:
         """It is not asked in this round."""
 
-    def outcome(self, completion: Completion, target_address: str | None) -> Outcome | Away:
+    def outcome(self, completion: Completion) -> Outcome | Away:
         """The continuation that it has ready behind the round that has ended."""
 
     async def finished(self, completion: Completion, coming: Coming, tokens: int) -> Proposal | None:
@@ -125,6 +131,8 @@ class SessionPolicy:
     """True if it may also begin those that have a proposal: it decides as the rule does."""
     keeps_proposals: bool = False
     """True if the text depends on what is proposed, and must not depend on time: whole proposals, or none."""
+    asks_head: bool = False
+    """True if a target with a head of its own proposes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -156,12 +164,13 @@ class RoundSession:
             plan = self.controller.begin_round(self.load(self.target.address), self.target.address)
             question = await self.question(plan)
             proposed = time.perf_counter()
-            verification = await self.target.verify(completion, question.proposal, question.lead)
+            verification = await self.target.verify(completion, question.asked, question.lead)
             verified = time.perf_counter()
-            acceptance = self.accept(completion, question.proposal, verification)
+            proposal = question.proposal_of(verification)
+            acceptance = self.accept(completion, proposal, verification)
             ended_at = time.perf_counter()
             chunk = completion.extend(
-                question.proposal,
+                proposal,
                 acceptance,
                 ahead=question.outcome_rank is not None,
                 is_forced=question.is_forced,
@@ -169,31 +178,41 @@ class RoundSession:
             times = RoundTimes(began, requested, proposed, verified, ended_at)
             self.events.round_ended(self._ended(plan, question, verification, acceptance, chunk, times))
             if self.details is not None:
-                chunk = self.details(chunk, question.proposal, verification, acceptance)
+                chunk = self.details(chunk, proposal, verification, acceptance)
             yield chunk
 
     async def question(self, plan: RoundPlan) -> Question:
         """Decide what to ask the target in the round that begins."""
         completion = self.completion
-        tokens = self.draft.limit(completion, min(plan.tokens, completion.room - 1))
         begun = self.target.begun(completion)
+        if self.policy.asks_head and self.target.has_head:
+            return self._question_to_head(plan, begun)
+        tokens = self.draft.limit(completion, min(plan.tokens, completion.room - 1))
         if tokens <= 0:
             self.draft.rest(completion, plan)
-        if begun is not None:
+        if isinstance(begun, Proposal):
             question = self._question_begun(begun, tokens)
         else:
             question = await self._question_now(plan, tokens)
         # Behind an answer it works ahead already, as it was asked to
-        self.draft.verifying(completion, question.proposal, plan)
+        self.draft.verifying(completion, question.given, plan)
         if not question.is_forced:
             question.lead = self._lead(tokens)
         return question
+
+    def _question_to_head(self, plan: RoundPlan, begun: Proposal | OwnHead | None) -> Question:
+        """The question of a round for which the target's own head proposes, unless the grammar does."""
+        tokens = min(plan.tokens, self.completion.room - 1)
+        forced = self.completion.forced() if begun is None else None
+        if forced is not None and len(forced) >= tokens:
+            return Question(forced, is_forced=True)
+        return Question(OwnHead(max(tokens, 0)), Lead(self.policy.credits))
 
     def _question_begun(self, begun: Proposal, tokens: int) -> Question:
         """The question of a round that the target has begun by itself, with a proposal of the draft's or alone."""
         outcome: Outcome | Away = IDLE
         if tokens > 0:
-            outcome = self.draft.outcome(self.completion, self.target.address)
+            outcome = self.draft.outcome(self.completion)
         if not begun and isinstance(outcome, Hit | Coming):
             outcome = Miss(outcome.step)  # its tokens came after the target had gone on without them
         if not isinstance(outcome, Idle | Away):
@@ -209,8 +228,8 @@ class RoundSession:
         if tokens <= 0:
             return Question(Proposal(completion.length))
         question = await self._question_to_draft(plan, tokens)
-        if forced is not None and not question.proposal:
-            question.proposal = forced
+        if forced is not None and not question.given:
+            question.asked = forced
             question.is_forced = True
         return question
 
@@ -218,7 +237,7 @@ class RoundSession:
         """The question with what the draft has ready, or answers; with nothing where it has nothing in time."""
         completion = self.completion
         ready: Proposal | None = None
-        outcome = self.draft.outcome(completion, self.target.address)
+        outcome = self.draft.outcome(completion)
         match outcome:
             case Away():
                 return Question(Proposal(completion.length), outcome=outcome)

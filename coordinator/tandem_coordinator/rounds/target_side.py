@@ -25,6 +25,7 @@ from tandem.model.types import (
     DraftedOutcomes,
     Lead,
     LeadStats,
+    OwnHead,
     Proposal,
     TargetOptions,
     Verification,
@@ -147,27 +148,35 @@ class FailoverTarget:
     def address(self) -> str | None:
         return None if self._place is None else self._place.member.address
 
-    async def verify(self, completion: Completion, proposal: Proposal, lead: Lead = NO_LEAD) -> Verification:
+    @property
+    def has_head(self) -> bool:
+        """True if the target, or the one that it is likely to be, drafts by itself."""
+        member = self._pool.choose() if self._place is None else self._place.member
+        return member is not None and member.has_head
+
+    async def verify(
+        self, completion: Completion, asked: Proposal | OwnHead, lead: Lead = NO_LEAD
+    ) -> Verification:
         self._leave_if_draining()
         if self._place is None:
-            return await self._verify_elsewhere(completion, proposal, lead)
+            return await self._verify_elsewhere(completion, asked, lead)
         try:
-            return await self._ask(self._place, completion, proposal, lead)
+            return await self._ask(self._place, completion, asked, lead)
         except TandemError as error:
-            return await self._verify_elsewhere(completion, proposal, lead, error)
+            return await self._verify_elsewhere(completion, asked, lead, error)
 
     async def _verify_elsewhere(
         self,
         completion: Completion,
-        proposal: Proposal,
+        asked: Proposal | OwnHead,
         lead: Lead,
         error: TandemError | None = None,
     ) -> Verification:
         """Have a round verified that has no target yet, or whose target has failed, on whichever goes on with it."""
         trouble = _Trouble(max(completion.length - self._options.prompt_length, 0))
         while True:
-            if isinstance(error, InvalidRequestError):
-                completion.check_grammar(proposal.token_ids)
+            if isinstance(error, InvalidRequestError) and isinstance(asked, Proposal):
+                completion.check_grammar(asked.token_ids)
             if error is not None:
                 await self._go_elsewhere(error, trouble)
             try:
@@ -177,7 +186,7 @@ class FailoverTarget:
                     if trouble.losses:
                         # One that died together with the last is no second death.
                         await place.member.check()
-                    verification = await self._ask(place, completion, proposal, lead)
+                    verification = await self._ask(place, completion, asked, lead)
             except TandemError as failure:
                 error = failure
             else:
@@ -185,14 +194,17 @@ class FailoverTarget:
                 return verification
 
     async def _ask(
-        self, place: _Place, completion: Completion, proposal: Proposal, lead: Lead
+        self, place: _Place, completion: Completion, asked: Proposal | OwnHead, lead: Lead
     ) -> Verification:
+        if isinstance(asked, OwnHead) and not place.member.has_head:
+            asked = Proposal(completion.length)
+        most = asked.max_tokens if isinstance(asked, OwnHead) else len(asked)
         is_first = place.sequence.is_new
         asked_at = time.monotonic()
         verification = await place.member.unanswered.wait(
-            place.sequence.verify(completion.token_ids, proposal, lead),
+            place.sequence.verify(completion.token_ids, asked, lead),
             place.sequence,
-            (completion.length if is_first else 1) + len(proposal),
+            (completion.length if is_first else 1) + most,
             is_first=is_first,
             until=None if self._left is None else asked_at + _MOVE_SECONDS,
         )
@@ -205,7 +217,7 @@ class FailoverTarget:
             self._left = None
         return verification
 
-    def begun(self, completion: Completion) -> Proposal | None:
+    def begun(self, completion: Completion) -> Proposal | OwnHead | None:
         return None if self._place is None else self._place.sequence.begun(completion.token_ids)
 
     def pass_on(self, outcomes: DraftedOutcomes) -> None:

@@ -39,7 +39,8 @@ from tandem.v1.draft_pb2 import ProposeRequest, ProposeResponse
 from tandem.wire import draft as wire
 from tandem.wire.status import Ending
 from tandem_coordinator.outcomes import Coming, Hit
-from tandem_coordinator.transport.draft_client import DraftClient, PendingOutcomes, check_proposal
+from tandem_coordinator.transport.draft_client import DraftClient, PendingOutcomes
+from tandem_coordinator.transport.proposals import check_proposal
 from tandem_coordinator.transport.streams import Call
 
 _COUNT = 4
@@ -126,7 +127,9 @@ class Conversation:
         answer = await self.answer(sequence, outcomes)
         if isinstance(answer, Ending):
             raise ProtocolError(f"it ended sequence {sequence} instead of answering: {_words(answer)}")
-        check_proposal(answer, length, count, self._draft.vocabulary_size, with_token_logits=False)
+        check_proposal(
+            "draft service", answer, length, count, self._draft.vocabulary_size, with_token_logits=False
+        )
         return answer
 
     async def must_end(self, what: str, sequence: int = 1, code: grpc.StatusCode = _REFUSED) -> None:
@@ -279,7 +282,9 @@ async def _token_logits(draft: Subject, _: Conversation) -> str:
         return "not asked for: without a model there are none"
     tokens = draft.prompt()
     proposal = await draft.fresh(tokens, draft.options(with_token_logits=True))
-    check_proposal(proposal, len(tokens), _COUNT, draft.vocabulary_size, with_token_logits=True)
+    check_proposal(
+        "draft service", proposal, len(tokens), _COUNT, draft.vocabulary_size, with_token_logits=True
+    )
     return "each token comes with its logit where the Open asks for it"
 
 

@@ -32,11 +32,12 @@ from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceStub
 from tandem.wire import draft as wire
 from tandem.wire.bounds import read_message
-from tandem.wire.common import COVERAGE, model_info_from_proto, sums_to_one
+from tandem.wire.common import COVERAGE, model_info_from_proto
 from tandem.wire.status import Ending
 from tandem_coordinator.outcomes import IDLE, Coming, Hit, Miss, Outcome
 from tandem_coordinator.stats.speculation import MovingAverage
 from tandem_coordinator.telemetry.observer import StreamObserver
+from tandem_coordinator.transport.proposals import check_distribution, check_proposal
 from tandem_coordinator.transport.statuses import errors_of
 from tandem_coordinator.transport.streams import StreamedSequence, Streams
 
@@ -54,42 +55,8 @@ class DraftLimits:
     """Tokens of a sequence beyond which nothing is proposed."""
 
 
-def check_proposal(
-    proposal: Proposal, base_length: int, max_tokens: int, vocabulary_size: int, *, with_token_logits: bool
-) -> None:
-    """Refuse a proposal that the target could not verify, or no rule could decide on."""
-    token_ids = proposal.token_ids
-    wrong = ""
-    if proposal.base_length != base_length:
-        wrong = f"its proposal extends {proposal.base_length} tokens; it must extend {base_length}"
-    elif len(token_ids) > max_tokens:
-        wrong = f"it proposed {len(token_ids)} tokens; at most {max_tokens} were asked for"
-    elif token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocabulary_size:
-        unknown = next(each for each in token_ids if not 0 <= each < vocabulary_size)
-        wrong = f"it proposed token id {unknown}; ids must be in 0..{vocabulary_size - 1}"
-    elif with_token_logits and token_ids and proposal.token_logits is None:
-        wrong = "it sent no logits for its tokens; they were asked for"
-    if wrong:
-        raise ProtocolError(f"draft service: {wrong}")
-    for token_id, distribution in zip(token_ids, proposal.distributions, strict=False):
-        check_distribution(token_id, distribution, vocabulary_size)
-
-
-def check_distribution(token_id: int, distribution: SparseDistribution, vocabulary_size: int) -> None:
-    """Refuse a distribution that the token cannot have been drawn from."""
-    # Supports are short: numpy takes longer to begin than Python's own functions to end.
-    support, probs = distribution.token_ids.tolist(), distribution.probs.tolist()
-    total, wrong = sum(probs), ""
-    if not sums_to_one(total) or min(probs) < 0.0:
-        wrong = f"a sparse distribution sums to {total:g}; it must sum to 1, with nothing below 0"
-    elif len(set(support)) != len(support):
-        wrong = "a sparse distribution names a token twice"
-    elif token_id not in support:
-        wrong = f"it proposed token id {token_id}, to which its own distribution gives no probability"
-    elif min(support) < 0 or max(support) >= vocabulary_size:
-        wrong = f"it sent the probability of an unknown token; ids must be in 0..{vocabulary_size - 1}"
-    if wrong:
-        raise ProtocolError(f"draft service: {wrong}")
+_SERVICE = "draft service"
+"""As errors name it."""
 
 
 class Tokens(Protocol):
@@ -236,7 +203,7 @@ class PendingOutcomes:
             raise ProtocolError(f"draft service: {wrong}")
         if self._needs_distributions:
             for token_id, distribution in zip(drafted.token_ids, drafted.distributions, strict=True):
-                check_distribution(token_id, distribution, self._vocabulary_size)
+                check_distribution(_SERVICE, token_id, distribution, self._vocabulary_size)
 
     def _wrong_shape(self, drafted: DraftedOutcomes, budget: AheadBudget) -> Iterator[str]:
         depth, count, lead = drafted.depth, len(drafted.token_ids), len(drafted.lead_token_ids)
@@ -411,7 +378,9 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
 
     def _check(self, proposal: Proposal, length: int, count: int) -> None:
         vocabulary_size, with_token_logits = self._limits.vocabulary_size, self._options.with_token_logits
-        check_proposal(proposal, length, count, vocabulary_size, with_token_logits=with_token_logits)
+        check_proposal(
+            _SERVICE, proposal, length, count, vocabulary_size, with_token_logits=with_token_logits
+        )
 
     def _ask(self, completion: Tokens, count: int, budget: AheadBudget | None = None) -> None:
         self._committed = completion.token_ids

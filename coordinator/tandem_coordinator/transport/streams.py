@@ -61,12 +61,24 @@ class RemoteSequence:
         """How many tokens, from the first on, the service holds and the coordinator committed."""
         return self._agreed + common_length(self._tail, committed[self._agreed :])
 
-    def delta_to(self, committed: Sequence[int], proposed: Sequence[int] = ()) -> Delta:
-        """The change that makes the service hold the committed tokens and then the proposed ones."""
+    def extend(self, proposed: Sequence[int]) -> None:
+        """The service holds these tokens as well, which its own head has proposed."""
+        self._tail.extend(proposed)
+
+    def delta_to(
+        self, committed: Sequence[int], proposed: Sequence[int] = (), *, with_last: bool = False
+    ) -> Delta:
+        """The change that makes the service hold the committed tokens and then the proposed ones.
+
+        Args:
+            committed: All of them.
+            proposed: Those that are given with them.
+            with_last: Name the last committed token in any case, as a step does behind which more is proposed.
+        """
         kept = committed[self._agreed :]
         wanted = [*kept, *proposed]
         # A delta ends with the whole proposal, also where the service holds the beginning of it.
-        matched = min(common_length(self._tail, wanted), len(kept))
+        matched = min(common_length(self._tail, wanted), max(len(kept) - with_last, 0))
         delta = Delta(self._agreed + matched, wanted[matched:])
         # Proposed tokens may yet be rejected: the agreement to rely on ends where they begin.
         agreed = min(delta.base_length, len(committed))

@@ -26,9 +26,11 @@ from tandem.model.types import (
     Delta,
     DenseRow,
     DraftedOutcomes,
+    GoesOn,
     Lead,
     LeadStats,
     ModelInfo,
+    OwnHead,
     Pending,
     Proposal,
     RowKind,
@@ -48,6 +50,7 @@ from tandem.wire.common import model_info_from_proto
 from tandem.wire.draft import MAX_TOKENIZER_BYTES
 from tandem.wire.status import Ending
 from tandem_coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
+from tandem_coordinator.transport.proposals import check_proposal
 from tandem_coordinator.transport.statuses import errors_of
 from tandem_coordinator.transport.streams import StreamedSequence, Streams
 
@@ -222,23 +225,29 @@ class _LedRounds:
 
     allowed: int = 0
     """How many it may begin behind the one that was asked for last."""
-    unasked: deque[tuple[Delta, Verification]] = field(default_factory=deque)
-    """Those that nobody has asked for yet and that are answered, in order, with the delta of each."""
-    next: Delta | None = None
-    """The delta with which it goes on behind the latest answer; None: it does not, or nothing is known of it."""
+    unasked: deque[tuple[GoesOn, Verification]] = field(default_factory=deque)
+    """Those that nobody has asked for yet and that are answered, in order, with what was announced of each."""
+    next: GoesOn | None = None
+    """How it goes on behind the latest answer; None: it does not, or nothing is known of it."""
 
     @property
-    def first(self) -> Delta | None:
-        """The delta of the first round that nobody has asked for yet; None if the target may not begin any."""
+    def first(self) -> GoesOn | None:
+        """The first round that nobody has asked for yet; None if the target may not begin any."""
         if self.unasked:
             return self.unasked[0][0]
         return self.next if self.allowed > 0 else None
 
     def continues(self, step: VerifyStep) -> bool:
         """True if the target goes on with just this step by itself, once it may."""
-        delta = self.unasked[0][0] if self.unasked else self.next
-        own = Delta(step.delta.base_length, tuple(step.delta.token_ids))
-        return own == delta and step.row_count == len(own.token_ids) and step.row_kind is RowKind.TOKEN
+        announced = self.unasked[0][0] if self.unasked else self.next
+        if announced is None or (announced.own_tokens is None) != (step.own_tokens is None):
+            return False
+        delta = Delta(step.delta.base_length, tuple(step.delta.token_ids))
+        if delta != announced.delta:
+            return False
+        if step.own_tokens is not None:
+            return len(delta.token_ids) == 1
+        return step.row_count == len(delta.token_ids) and step.row_kind is RowKind.TOKEN
 
 
 class TargetSequence(StreamedSequence[_Request, _Answer]):
@@ -251,8 +260,10 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
         self._rounds = client.rounds
         self._options = replace(options, traceparent=observer.traceparent)
         self._rows = rows
-        self._asked: tuple[VerifyStep, Proposal] | None = None
+        self._asked: tuple[VerifyStep, Proposal | OwnHead] | None = None
         """Set while an answer is awaited."""
+        self._most_own_tokens = 0
+        """The most that the target's own head was ever asked for."""
         self._answer: asyncio.Future[Verification] | None = None
         self._serial = 0
         """Of the last step."""
@@ -271,13 +282,13 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
         """True before the first answer."""
 
     async def verify(
-        self, committed: Sequence[int], proposal: Proposal, lead: Lead = NO_LEAD
+        self, committed: Sequence[int], asked: Proposal | OwnHead, lead: Lead = NO_LEAD
     ) -> Verification:
         """The target's row at each position of the proposal, and at the one after it.
 
         Args:
             committed: The prompt's and the completion's tokens, a list that grows.
-            proposal: The tokens to verify.
+            asked: The tokens to verify, or that the target's own head is to propose them.
             lead: How far the target may go on by itself behind them.
 
         Raises:
@@ -285,12 +296,11 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
                 use.
         """
         self._committed = committed
-        delta = self._remote.delta_to(committed, proposal.token_ids)
         self._serial += 1
-        step = self._rows.rule.step(delta, proposal, self._rows.kind, self._serial, lead)
+        step = self._step(committed, asked, lead)
         if self.error is not None:
             raise self.error
-        self._asked = step, proposal
+        self._asked = step, asked
         self._answer = asyncio.get_running_loop().create_future()
         self.send(*((self._options, step) if self.is_new else (step,)))
         if not self._led.continues(step):
@@ -303,18 +313,32 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
         verification = await self._answer
         self.goes_on()
         self.is_new = False
-        self.stats.rounds += verification.proposed is not None
+        self.stats.rounds += verification.led > 0
+        if isinstance(asked, OwnHead) and verification.proposal is not None:
+            self._remote.extend(verification.proposal.token_ids)
         return verification
 
-    def begun(self, committed: Sequence[int]) -> Proposal | None:
+    def _step(self, committed: Sequence[int], asked: Proposal | OwnHead, lead: Lead) -> VerifyStep:
+        rule, kind, _ = self._rows
+        if isinstance(asked, OwnHead):
+            delta = self._remote.delta_to(committed, with_last=True)
+            self._most_own_tokens = max(self._most_own_tokens, asked.max_tokens)
+            return rule.own_step(delta, kind, self._serial, lead.credits, asked.max_tokens)
+        delta = self._remote.delta_to(committed, asked.token_ids)
+        return rule.step(delta, asked, kind, self._serial, lead)
+
+    def begun(self, committed: Sequence[int]) -> Proposal | OwnHead | None:
         """The proposal of the round that the target has begun by itself behind these tokens; None where it has begun
         none there. What it has begun elsewhere is taken back by the next step."""
-        delta = self._led.first
-        if delta is None:
+        first = self._led.first
+        if first is None:
             return None
+        delta, own_tokens = first
         base_length = delta.base_length + 1
         if base_length != len(committed) or delta.token_ids[0] != committed[-1]:
             return None
+        if own_tokens is not None:
+            return OwnHead(own_tokens)
         return Proposal(base_length, tuple(delta.token_ids[1:]))
 
     def ask_again(self) -> None:
@@ -364,19 +388,42 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
             return
         if self._asked is None or self._answer is None or self._answer.done():
             raise ProtocolError("target service: it answered what nobody had asked for")
-        step, proposal = self._asked
+        step, asked = self._asked
         base_length = step.delta.length - step.row_count + 1
         if answer.base_length != base_length:
             raise ProtocolError(
                 f"target service: it answered for {answer.base_length} tokens; it was asked for {base_length}"
             )
+        self._answer.set_result(self._read(answer, step, asked))
+
+    def _read(self, answer: wire.Answer, step: VerifyStep, asked: Proposal | OwnHead) -> Verification:
+        """The answer to a step, with all that it holds checked. From it on the target may go on by itself."""
+        proposal = asked if isinstance(asked, Proposal) else self._own_proposal(answer, step)
+        if isinstance(asked, OwnHead):
+            step = self._rows.rule.step_with(step, proposal)
         verification = answer.verification(step)
         check_rows(verification, self._rows.vocabulary_size, with_statistics=step.with_statistics)
-        self._led.next = self._led_delta(step, verification)
+        self._led.next = self._announced(step, verification, proposal)
         if step.row_kind is RowKind.SUPPORT and (decide := self._rows.rule.decide_many) is not None:
             own = Round(proposal, verification, self._options.sampling)
-            verification = self._rounds.add(answer.message, decide, own)
-        self._answer.set_result(verification)
+            return self._rounds.add(answer.message, decide, own)
+        return verification
+
+    def _own_proposal(self, answer: wire.Answer, step: VerifyStep) -> Proposal:
+        """The proposal of the target's own head that an answer is for."""
+        proposal = answer.proposal
+        if proposal is None:
+            raise ProtocolError("target service: it sent no proposal of its own head; the step asked for one")
+        rule, _, vocabulary_size = self._rows
+        check_proposal(
+            "target service",
+            proposal,
+            step.delta.length,
+            self._most_own_tokens,
+            vocabulary_size,
+            with_token_logits=rule.strategy.needs_token_logits,
+        )
+        return proposal
 
     def _is_next(self, answer: wire.Answer) -> bool:
         """True for the answer that follows the last. Others are passed over: one that is here already, one of a lead
@@ -400,38 +447,55 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
 
     def _take_led(self, answer: wire.Answer) -> None:
         led = self._led
-        delta = led.next
-        if delta is None:
+        announced = led.next
+        if announced is None:
             self._count_unwanted()
             return
+        is_awaited = self._answer is not None and not self._answer.done()
+        if not is_awaited and len(led.unasked) >= led.allowed:
+            raise ProtocolError("target service: it went further by itself than it was allowed")
+        verification = self._read_led(answer, announced)
+        if self._answer is not None and is_awaited:
+            self._answer.set_result(verification)
+        else:
+            led.unasked.append((announced, verification))
+
+    def _read_led(self, answer: wire.Answer, announced: GoesOn) -> Verification:
+        """The answer to a step that the target had announced."""
+        delta, own_tokens = announced
         base_length = delta.base_length + 1
-        proposed = tuple(delta.token_ids[1:])
-        if (answer.base_length, answer.proposed) != (base_length, proposed):
+        if answer.base_length != base_length:
             raise ProtocolError(
-                f"target service: it went on behind {answer.base_length} tokens with {_words_of(answer.proposed)}; it "
-                f"had said behind {base_length} with {_words_of(proposed)}"
+                f"target service: it went on behind {answer.base_length} tokens; it had said behind {base_length}"
+            )
+        if own_tokens is not None:
+            step = self._rows.rule.own_step(delta, self._rows.kind, 0, 1, own_tokens)
+            return self._read(answer, step, OwnHead(own_tokens))
+        proposed = tuple(delta.token_ids[1:])
+        came = None if answer.proposal is None else answer.proposal.token_ids
+        if came != proposed:
+            raise ProtocolError(
+                f"target service: it went on behind {base_length} tokens with {_words_of(came)}; it had said with "
+                f"{_words_of(proposed)}"
             )
         step = VerifyStep(delta, RowKind.TOKEN, len(delta.token_ids), lead=1)
-        verification = answer.verification(step)
-        check_rows(verification, self._rows.vocabulary_size)
-        led.next = self._led_delta(step, verification)
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_result(verification)
-        elif len(led.unasked) < led.allowed:
-            led.unasked.append((delta, verification))
-        else:
-            raise ProtocolError("target service: it went further by itself than it was allowed")
+        return self._read(answer, step, Proposal(base_length, proposed))
 
     def _count_unwanted(self) -> None:
         """An answer has come of a lead that has ended."""
         self.stats.wasted += self._unwanted > 0
         self._unwanted = max(self._unwanted - 1, 0)
 
-    def _led_delta(self, step: VerifyStep, answer: Verification) -> Delta | None:
-        """The delta with which the target says that it goes on behind this answer."""
-        said = answer.goes_on
-        if said is None:
+    def _announced(self, step: VerifyStep, answer: Verification, proposal: Proposal) -> GoesOn | None:
+        """How the target says that it goes on behind this answer."""
+        announced = answer.goes_on
+        if announced is None:
             return None
+        if step.own_tokens is not None:
+            # Whether the outcome is the right one shows when the rule has decided: another one is taken back.
+            self._check_outcome(announced, answer, proposal)
+            return announced
+        said = announced.delta
         options = self._options
         delta = step.led_delta(answer, options.end_token_ids, options.max_length, self._outcomes.find)
         if delta is None:
@@ -444,7 +508,22 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
                 f"rows, and by what the draft proposes, it may behind {delta.base_length} with "
                 f"{_words_of(delta.token_ids)}"
             )
-        return said
+        return announced
+
+    def _check_outcome(self, announced: GoesOn, answer: Verification, proposal: Proposal) -> None:
+        delta, own_tokens = announced
+        accepted = delta.base_length - answer.base_length
+        if not 0 <= accepted <= len(proposal):
+            raise ProtocolError(
+                f"target service: it goes on behind {accepted} tokens of a proposal of {len(proposal)}"
+            )
+        if own_tokens is None or own_tokens > self._most_own_tokens:
+            raise ProtocolError(
+                f"target service: it goes on with {own_tokens} tokens of its own head; at most {self._most_own_tokens} "
+                "were asked for"
+            )
+        if wrong := _wrong_id(delta.token_ids[0], 0, self._rows.vocabulary_size):
+            raise ProtocolError(f"target service: {wrong}")
 
     def notify(self) -> None:
         if self.error is not None and self._answer is not None and not self._answer.done():

@@ -5,25 +5,12 @@ from __future__ import annotations
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Protocol
 
-from tandem.errors import InvalidRequestError
-from tandem.model.types import Delta, DraftOptions, Proposal, ProposeStep
+from tandem.model.types import DraftOptions, Proposal, ProposeStep
 from tandem.serving.model_service import ServedModel
 
 if TYPE_CHECKING:
     from tandem_draft.proposers.ahead import Pushed
     from tandem_draft.proposers.mapping import Vocabularies
-
-
-def check_start(delta: Delta, length: int) -> None:
-    """Refuse a delta that begins outside a sequence of so many tokens.
-
-    What was proposed and not sent back is not there, even where a KV cache holds it.
-    """
-    if not 0 <= delta.base_length <= length:
-        raise InvalidRequestError(
-            f"the delta starts at token {delta.base_length}, but the sequence has {length} tokens; "
-            "send the missing ones from base_length 0"
-        )
 
 
 class DraftedSequence(Protocol):

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from tandem.drafting.proposal import Drafting, extended, known_to_target, lenient_masks, masked_tokens
 from tandem.engine.core.background import HeadStart
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Failed, StepRecord
@@ -35,7 +36,6 @@ from tandem.model.types import (
     StepCost,
     common_length,
 )
-from tandem_draft.proposers.drafting import Drafting, extended, known_to_target, lenient_masks, masked_tokens
 from tandem_draft.proposers.mapping import MappedTrunk
 
 Pushed = asyncio.Queue[DraftedOutcomes | Exception]

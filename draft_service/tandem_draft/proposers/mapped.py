@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from tandem.drafting.tokens import check_start
 from tandem.model.grammar import GrammarState
 from tandem.model.types import Delta, Proposal, ProposeStep
 from tandem.model.vocabulary import Transcript
-from tandem_draft.proposers import check_start
 from tandem_draft.proposers.ahead import AheadDrafter, Pushed
 from tandem_draft.proposers.mapping import Mapped, MappedTrunk
 from tandem_draft.proposers.sequence import StandaloneSequence

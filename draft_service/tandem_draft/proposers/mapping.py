@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from tandem.drafting.proposal import SharedTokens
 from tandem.engine.models.checkpoint import parsed_tokenizer, vocabulary_hash
 from tandem.errors import ConfigurationError, ServiceUnavailableError
 from tandem.model.grammar import Grammars
@@ -28,7 +29,6 @@ from tandem.model.types import (
     VocabularyMapping,
 )
 from tandem.model.vocabulary import SharedVocabulary, Transcript, Vocabulary
-from tandem_draft.proposers.drafting import SharedTokens
 
 logger = logging.getLogger(__name__)
 

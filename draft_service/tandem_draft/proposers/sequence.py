@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from tandem.drafting.proposal import Drafting, SharedTokens, check_room
+from tandem.drafting.tokens import check_start
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Job
 from tandem.engine.interface import non_finite_logits_logged
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.model.grammar import GrammarState
 from tandem.model.types import Delta, DraftOptions, Proposal, ProposeStep
-from tandem_draft.proposers import check_start
 from tandem_draft.proposers.ahead import AheadDrafter, Pushed
-from tandem_draft.proposers.drafting import Drafting, SharedTokens, check_room
 
 
 @dataclass(slots=True, eq=False)

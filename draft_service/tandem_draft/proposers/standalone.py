@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from tandem.drafting.proposal import Drafting, propose_head, propose_where_logits_are, with_defaults
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.selection import choose_backends
 from tandem.engine.interface import EngineOwner, EngineSettings
@@ -19,7 +20,6 @@ from tandem.model.grammar import Grammars
 from tandem.model.types import DraftOptions, ModelInfo, Proposal, RowKind
 from tandem.telemetry.streams import OnStep
 from tandem_draft.proposers.ahead import AheadDrafter, OutcomeHistory
-from tandem_draft.proposers.drafting import Drafting, propose_head, propose_where_logits_are, with_defaults
 from tandem_draft.proposers.mapped import MappedSequence
 from tandem_draft.proposers.mapping import Vocabularies
 from tandem_draft.proposers.sequence import StandaloneSequence

@@ -26,8 +26,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tandem.config.speculative import DraftingOptions
+from tandem.drafting.tokens import TokenState
 from tandem.model.types import common_length
-from tandem_draft.proposers.model_free import ModelFreeProposer, TokenState
+from tandem_draft.proposers.model_free import ModelFreeProposer
 from tandem_draft.settings import DraftSettings
 
 # The sequence's own text in its own tree.

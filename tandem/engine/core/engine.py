@@ -22,6 +22,7 @@ from tandem.engine.core.background import BackgroundJob, BackgroundWork
 from tandem.engine.core.jobs import (
     Continue,
     Done,
+    Drafter,
     Failed,
     Head,
     Job,
@@ -34,11 +35,11 @@ from tandem.engine.core.jobs import (
 )
 from tandem.engine.core.scheduler import RETRY_SECONDS, PageScheduler, RejoinWindow, next_segments
 from tandem.engine.core.timing import StepTimes, StepWatchdog
-from tandem.engine.interface import EngineSettings, KvUsage, RowRequest
+from tandem.engine.interface import EngineSettings, KvUsage, RowRequest, decide_own
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.steps import SMALL_STEP_TOKENS, ModelRunner
 from tandem.errors import CapacityError, InvalidRequestError, ServiceUnavailableError, TandemError
-from tandem.model.types import Delta, ModelInfo, Verification
+from tandem.model.types import Acceptance, Delta, ModelInfo, Proposal, Verification
 from tandem.serving.fair_places import FairPlaces
 
 logger = logging.getLogger(__name__)
@@ -417,7 +418,7 @@ class Engine(Generic[PayloadT, ResultT]):
         except InvalidRequestError as error:
             self._settle(job, error)
             return
-        if sequence.pending_count:
+        if sequence.pending_count or job.withheld is not None:
             self._running[sequence] = job
             sequence.idle_since = math.inf
         else:
@@ -452,6 +453,7 @@ class Engine(Generic[PayloadT, ResultT]):
 
         What fails here fails for the callers of this step alone.
         """
+        self._extend()
         began = time.perf_counter()
         self._pages.reuse_prefixes(self._running.values())
         prompt_tokens = self._runner.prompt_tokens(self._chunk_tokens)
@@ -515,10 +517,13 @@ class Engine(Generic[PayloadT, ResultT]):
         for job, segment in zip(jobs, segments, strict=True):
             job.sequence.advance(segment.token_count)
             self._cache.computed(job.sequence)
-            if job.row_count == 0 and job.sequence.pending_count == 0:
+            if job.row_count == 0 and job.sequence.pending_count == 0 and job.withheld is None:
                 self._settle(job, None)  # it wanted keys and values only
         outcomes = self._head(ready, logits) if ready else []
         return list(zip(ready, outcomes, strict=True)), len(rows), model_end
+
+    def _extend(self) -> None:
+        """Adds what is proposed behind tokens that jobs withhold, at the beginning of a step."""
 
     def _prepare(self, ready: SequenceOf[Job[PayloadT]]) -> None:
         """Begins, on another thread, what the head needs for jobs that the forward pass to come completes."""
@@ -573,18 +578,66 @@ class RowEngine(Engine[RowRequest, Verification]):
         on_step: Callable[[StepRecord], None] | None = None,
         *,
         on_failure: Callable[[], None] | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
+        """
+        Args:
+            drafter: Makes the proposals of steps that ask for those of the target's own head.
+        """
         super().__init__(model, partial(row_head, model=model), settings, on_step, on_failure=on_failure)
+        self._drafter = drafter
         self._masks = ThreadPoolExecutor(1, "masks")
 
     async def close(self) -> None:
         await super().close()
         self._masks.shutdown(wait=False)
 
+    @property
+    def overdue_seconds(self) -> float:
+        drafting = 0.0 if self._drafter is None else self._drafter.overdue_seconds
+        return max(super().overdue_seconds, drafting)
+
     async def run(self, sequence: Sequence, request: RowRequest) -> Verification:
-        job = Job(sequence, request.step.delta, request.step.row_count, request, request.step.lead)
+        job = make_job(sequence, request, is_led=False)
         answer = await self.submit(job)
         return answer if job.row_count else Verification(request.base_length, ())
+
+    def _start_job(self, job: Job[RowRequest] | None) -> None:
+        if job is not None and self._drafter is not None:
+            self._drafter.keep(job.sequence, job.delta.base_length)
+        super()._start_job(job)
+
+    def _free(self, sequence: Sequence) -> None:
+        if self._drafter is not None:
+            self._drafter.release(sequence)
+        super()._free(sequence)
+
+    def _extend(self) -> None:
+        ready = [
+            job
+            for job in self._running.values()
+            if job.withheld is not None and not job.sequence.pending_count
+        ]
+        if not ready or self._drafter is None:
+            return
+        # The answers leave first: nobody waits for what is drafted behind them.
+        self._deliver()
+        for job, proposal in zip(ready, self._drafter.propose(ready), strict=True):
+            self._add_proposal(job, proposal)
+
+    def _add_proposal(self, job: Job[RowRequest], proposal: Proposal) -> None:
+        assert job.withheld is not None
+        sequence = job.sequence
+        try:
+            sequence.apply(Delta(sequence.length, (job.withheld, *proposal.token_ids)))
+            self._cache.check_rows(sequence, len(proposal) + 1)
+        except InvalidRequestError as error:
+            self._settle(job, error)
+            return
+        job.withheld = None
+        job.row_count = len(proposal) + 1
+        job.payload = job.payload.with_proposal(proposal)
+        sequence.want_rows(job.row_count)
 
     def _prepare(self, ready: SequenceOf[Job[RowRequest]]) -> None:
         """Compute masks while the model computes logits: they depend on the tokens alone."""
@@ -594,6 +647,21 @@ class RowEngine(Engine[RowRequest, Verification]):
             begun = self._masks.submit(_constrained, own)
             for job in own:
                 job.prepared = begun
+
+
+def make_job(sequence: Sequence, request: RowRequest, *, is_led: bool) -> Job[RowRequest]:
+    """The job of a request. Where the target's own head is to propose, it withholds its last token until then."""
+    step = request.step
+    delta = step.delta
+    on_led = request.on_led if is_led else None
+    lead = 0 if is_led else step.lead
+    if step.own_tokens is None:
+        return Job(sequence, delta, step.row_count, request, lead, on_led)
+    if not step.own_tokens or delta.length <= request.options.prompt_length:
+        request = request.with_proposal(Proposal(delta.length))
+        return Job(sequence, delta, request.step.row_count, request, lead, on_led)
+    before = Delta(delta.base_length, delta.token_ids[:-1])
+    return Job(sequence, before, 0, request, lead, on_led, withheld=delta.token_ids[-1])
 
 
 def _constrained(
@@ -617,25 +685,29 @@ def row_head(
         each if isinstance(each, RowRequest) else replace(job.payload, grammar=None)
         for each, job in zip(given, ready, strict=True)
     ]
+    answers = model.verify(requests, logits)
+    decided = decide_own([job.payload for job in ready], answers)
     outcomes: list[Done[Verification] | Failed] = []
-    for job, each, answer in zip(ready, given, model.verify(requests, logits), strict=True):
+    for job, each, answer, acceptance in zip(ready, given, answers, decided, strict=True):
         if isinstance(each, InvalidRequestError):
             outcomes.append(Failed(each))
         elif answer is None:
             outcomes.append(non_finite(job.payload.base_length))
         else:
-            outcomes.append(Done(answer, partial(_go_on, job, answer)))
+            outcomes.append(Done(answer, partial(_go_on, job, answer, acceptance)))
     return outcomes
 
 
-def _go_on(job: Job[RowRequest], answer: Verification) -> tuple[Verification, Job[RowRequest] | None]:
-    proposed = None if job.on_led is None else tuple(job.delta.token_ids[1:])
-    counted = Verification(answer.base_length, answer.rows, job.cost, proposed)
-    told, request = job.payload.go_on(counted, job.sequence.token_ids)
-    if request is None:
-        return told, None
-    step = request.step
-    return told, Job(job.sequence, step.delta, step.row_count, request, on_led=request.on_led)
+def _go_on(
+    job: Job[RowRequest], answer: Verification, acceptance: Acceptance | None
+) -> tuple[Verification, Job[RowRequest] | None]:
+    request = job.payload
+    proposal = request.proposal
+    if proposal is None and job.on_led is not None:
+        proposal = Proposal(answer.base_length, tuple(job.delta.token_ids[1:]))
+    counted = Verification(answer.base_length, answer.rows, job.cost, proposal)
+    told, following = request.go_on(counted, acceptance, job.sequence.token_ids)
+    return told, None if following is None else make_job(job.sequence, following, is_led=True)
 
 
 def _with_tokens(job: Job[RowRequest]) -> RowRequest | InvalidRequestError:

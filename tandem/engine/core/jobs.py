@@ -7,14 +7,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.steps import ModelRunner
 from tandem.errors import NonFiniteLogitsError, TandemError
-from tandem.model.types import Delta, StepCost
+from tandem.model.types import Delta, Proposal, StepCost
 
 PayloadT = TypeVar("PayloadT")
 ResultT = TypeVar("ResultT")
@@ -33,6 +33,9 @@ class Job(Generic[PayloadT]):
     """How many jobs may follow this one by themselves."""
     on_led: Callable[[PayloadT, Any], None] | None = None
     """Takes the payload and the result of a job that follows by itself, on the event loop."""
+    withheld: int | None = None
+    """The last token, where it is added once a drafter has proposed what may follow it: what the drafter reads of the
+    tokens before it is computed first."""
     prepared: Future[Any] | None = field(default=None, init=False)
     """Computed for the head by another thread, beside the forward pass whose rows complete the job."""
     future: asyncio.Future[object] | None = field(default=None, init=False)
@@ -78,6 +81,23 @@ class Failed:
 Head: TypeAlias = Callable[[SequenceOf[Job[PayloadT]], Tensor], SequenceOf[Done[ResultT] | Failed | Continue]]
 """Returns an outcome for each job whose rows are computed, in order, by logits [sum of their row_count,
 vocabulary_size] in the model's dtype, on its device. Called on the engine's thread; a slow head delays everybody."""
+
+
+class Drafter(Protocol):
+    """Proposes on the engine's thread, between two of its steps. Every method is called there."""
+
+    def propose(self, jobs: SequenceOf[Job[Any]]) -> SequenceOf[Proposal]:
+        """A proposal for each job, behind the token that it withholds; an empty one where there is none."""
+
+    def keep(self, sequence: Sequence, length: int) -> None:
+        """The sequence's tokens from `length` on are about to change."""
+
+    def release(self, sequence: Sequence) -> None:
+        """The sequence is gone."""
+
+    @property
+    def overdue_seconds(self) -> float:
+        """See `RunningModel`. Called on any thread."""
 
 
 def non_finite(length: int) -> Failed:

@@ -92,16 +92,19 @@ def test_no_target_is_a_problem_and_no_draft_a_warning() -> None:
     assert off.advice == "tandem admin config set speculation true"
 
 
-def test_an_address_that_serves_both_is_named_once() -> None:
-    slow = replace(TARGET, round_trip_seconds=0.009)
-    hosted = replace(slow, role=Role.DRAFT, model=SMALL)
-    subject = status(slow, replace(TARGET, address="127.0.0.1:3"), hosted)
-    assert [each.subject for each in diagnose(subject, SETTINGS)].count(TARGET.address) == 2
-    (finding,) = found(subject, "draft")
-    assert (finding.subject, finding.detail) == ("", "ready beside its target")
-    assert len(found(subject, "round trip")) == 1
-    (drained,) = found(status(slow, replace(hosted, state=ReplicaState.DRAINING)), "draft")
-    assert drained.detail == "draining beside its target for 9 s"
+def test_targets_that_draft_by_themselves_need_no_draft() -> None:
+    assert TARGET.model is not None
+    headed = replace(TARGET, model=replace(TARGET.model, drafting_method="eagle3"))
+    (every,) = found(status(headed), "drafts")
+    assert (every.severity, every.detail) == (
+        Severity.OK,
+        "1 of 1 targets draft by heads of their own (eagle3)",
+    )
+    (some,) = found(status(headed, replace(TARGET, address="127.0.0.1:3")), "drafts")
+    assert (some.severity, some.detail) == (
+        Severity.WARNING,
+        "1 of 2 targets draft by heads of their own (eagle3); the others work alone",
+    )
 
 
 def test_models_versions_and_round_trips_are_checked() -> None:

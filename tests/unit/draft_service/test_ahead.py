@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.drafting.proposal import propose_head
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.rows import TORCH_SAMPLER
 from tandem.errors import InvalidRequestError
@@ -34,7 +35,6 @@ from tandem.model.types import (
 from tandem.wire.draft import answers_to_proto
 from tandem_draft.proposers import DraftedSequence, ahead
 from tandem_draft.proposers.ahead import OutcomeHistory, Ranking, rank
-from tandem_draft.proposers.drafting import propose_head
 from tandem_draft.proposers.mapping import Vocabularies
 from tandem_draft.proposers.sequence import StandaloneSequence
 from tandem_draft.proposers.standalone import StandaloneProposer

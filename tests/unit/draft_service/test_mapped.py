@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from tandem.drafting.proposal import Drafting, Outcome, SharedTokens, propose_head, propose_where_logits_are
 from tandem.engine.core.jobs import Continue, Job
 from tandem.engine.models.checkpoint import vocabulary_hash
 from tandem.engine.models.loading import load_model
@@ -35,13 +36,6 @@ from tandem.model.types import (
 )
 from tandem.model.vocabulary import Vocabulary
 from tandem_draft.proposers import DraftedSequence
-from tandem_draft.proposers.drafting import (
-    Drafting,
-    Outcome,
-    SharedTokens,
-    propose_head,
-    propose_where_logits_are,
-)
 from tandem_draft.proposers.mapped import MappedSequence
 from tandem_draft.proposers.mapping import MAX_TARGETS, Vocabularies
 from tandem_draft.proposers.sequence import StandaloneSequence

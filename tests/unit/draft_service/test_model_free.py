@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 
 from tandem.config.settings import load_settings
 from tandem.config.speculative import DraftingOptions, LookupMatch
+from tandem.drafting.ngram import NgramIndex
+from tandem.drafting.repeats import Odds, Repeats
+from tandem.drafting.tokens import TokenIndex, TokenState
 from tandem.errors import ConfigurationError, InvalidRequestError
 from tandem.model.types import Delta, DraftOptions, ProposeStep, RowKind, SamplingParams
-from tandem_draft.proposers.model_free import ModelFreeSequence, TokenIndex, TokenState
-from tandem_draft.proposers.ngram import NgramIndex, ngram_proposer
-from tandem_draft.proposers.repeats import Odds, Repeats
+from tandem_draft.proposers.model_free import ModelFreeSequence
+from tandem_draft.proposers.ngram import ngram_proposer
 from tandem_draft.proposers.suffix import ResponseCache, SuffixIndex, SuffixTree, suffix_proposer
 from tandem_draft.service import DraftService
 from tandem_draft.settings import DraftSettings
@@ -405,42 +407,42 @@ class Text:
         self._tokens.apply(delta, kept)
 
 
-async def repeated_of(odds: Odds, *, repeats_right: bool, head_right: int) -> list[bool]:
+def repeated_of(odds: Odds, *, repeats_right: bool, head_right: int) -> list[bool]:
     """Which of 2,000 proposals were repeated, where the head foresees so many tokens and repeats all or none."""
     found = []
     for _ in range(2000):
         text = Text(odds)
-        repeated = await text.repeats.propose(4)
+        repeated = text.repeats.propose(4)
         found.append(bool(repeated))
         own = (7, 7, 7, 7)
         if not repeated:
-            text.repeats.proposed(own)
+            text.repeats.note(own)
         right = (4 if repeats_right else 0) if repeated else head_right
         text.write(*(repeated or own)[:right], 99)
-        await text.repeats.propose(0)
+        text.repeats.propose(0)
     return found
 
 
-async def test_what_followed_before_is_proposed_and_nothing_where_nothing_did() -> None:
+def test_what_followed_before_is_proposed_and_nothing_where_nothing_did() -> None:
     text = Text(Odds())
-    assert await text.repeats.propose(3) == (3, 4, 5)
+    assert text.repeats.propose(3) == (3, 4, 5)
     text.write(3, 9)
-    assert await text.repeats.propose(3) == ()
+    assert text.repeats.propose(3) == ()
 
 
-async def test_tokens_that_were_taken_back_are_not_repeated() -> None:
+def test_tokens_that_were_taken_back_are_not_repeated() -> None:
     text = Text(Odds(), (1, 2, 3, 1, 2, 4, 1, 2))
-    assert await text.repeats.propose(1) == (4,)
+    assert text.repeats.propose(1) == (4,)
     text.write(5, 1, 2, base=5)
-    assert await text.repeats.propose(1) == (5,)
+    assert text.repeats.propose(1) == (5,)
 
 
-async def test_the_better_of_both_ways_is_taken() -> None:
-    assert all(await repeated_of(Odds(), repeats_right=True, head_right=2))
+def test_the_better_of_both_ways_is_taken() -> None:
+    assert all(repeated_of(Odds(), repeats_right=True, head_right=2))
     odds = Odds()
-    first = await repeated_of(odds, repeats_right=False, head_right=2)
+    first = repeated_of(odds, repeats_right=False, head_right=2)
     assert first[0], "it was tried"
-    later = await repeated_of(odds, repeats_right=False, head_right=2)
+    later = repeated_of(odds, repeats_right=False, head_right=2)
     assert 0 < sum(later) < 0.1 * len(later), "it is tried again now and then"
-    await repeated_of(odds, repeats_right=True, head_right=0)
-    assert all((await repeated_of(odds, repeats_right=True, head_right=0))[-100:]), "the text has changed"
+    repeated_of(odds, repeats_right=True, head_right=0)
+    assert all((repeated_of(odds, repeats_right=True, head_right=0))[-100:]), "the text has changed"

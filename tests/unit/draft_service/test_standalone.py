@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.drafting.proposal import Drafting, propose_head, propose_where_logits_are
 from tandem.engine.core.jobs import Continue, Done, Failed, Job
 from tandem.engine.kv_cache.arena import PageTable
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
@@ -26,7 +27,6 @@ from tandem.model.types import (
     SamplingParams,
     SparseDistribution,
 )
-from tandem_draft.proposers.drafting import Drafting, propose_head, propose_where_logits_are
 from tandem_draft.proposers.standalone import StandaloneProposer
 from tests.paths import DEVICE
 from tests.unit.draft_service.test_ahead import proposing

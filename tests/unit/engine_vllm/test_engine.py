@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tandem.drafting.proposal import propose_where_logits_are
 from tandem.engine.core.engine import RowEngine
 from tandem.engine.interface import EngineSettings, RowRequest
 from tandem.engine.kv_cache.sequence import Sequence
@@ -29,7 +30,6 @@ from tandem.model.types import (
     TokenRow,
     VerifyStep,
 )
-from tandem_draft.proposers.drafting import propose_where_logits_are
 from tandem_draft.proposers.standalone import StandaloneProposer
 from tests.paths import DEMO_DRAFT
 from tests.unit.draft_service.test_ahead import (

@@ -17,8 +17,8 @@ from tandem.model_sources import hub
 from tandem.model_sources.find import checked_folder
 from tandem_draft.proposers.standalone import load_standalone
 from tandem_draft.settings import DraftSettings
+from tandem_target.loading import load_verifier
 from tandem_target.settings import TargetSettings
-from tandem_target.verifier import load_verifier
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
 EACH_REACHES_IT: Mapping[str, tuple[str, object]] = {

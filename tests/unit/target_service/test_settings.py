@@ -12,9 +12,9 @@ from tandem.engine.core.jobs import StepRecord
 from tandem.engine.models.loading import load_model
 from tandem.errors import ConfigurationError
 from tandem.model.types import Delta, RowKind, SamplingParams, TargetOptions, VerifyStep
+from tandem_target.loading import load_verifier
 from tandem_target.service import TargetService
 from tandem_target.settings import TargetSettings
-from tandem_target.verifier import load_verifier
 from tests.paths import DEMO_TARGET
 from tests.service.clients import until
 

@@ -17,8 +17,6 @@ from tandem.config.settings import ServerSettings, load_settings
 from tandem.errors import ConfigurationError, ServiceUnavailableError
 from tandem.model_sources import bundled
 from tandem.serving.children import Child
-from tandem_bound.service import BoundService
-from tandem_coordinator.cli.serve import package_of
 from tandem_coordinator.cli.up import UpOptions, not_read, read_start, service_arguments, unequal_lengths
 from tandem_coordinator.settings.coordinator import CoordinatorSettings
 from tandem_draft.service import DraftService
@@ -112,21 +110,12 @@ def test_a_drafting_head_is_hosted_by_the_target(
     arguments = service_arguments(options)
     assert arguments.draft is None
     assert value(arguments.target, "--draft-model") == str(head)
-    assert package_of("target", arguments.target) == "tandem_bound"
 
 
-def test_a_target_drafts_by_its_layers_where_the_method_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_drafts_by_its_layers_where_the_method_says_so() -> None:
     arguments = service_arguments(UpOptions(target=str(DEMO_TARGET), method="mtp"))
     assert arguments.draft is None
     assert value(arguments.target, "--method") == "mtp"
-    assert package_of("target", arguments.target) == "tandem_bound"
-    assert package_of("target", service_arguments(UpOptions()).target) == "tandem_target"
-    monkeypatch.setenv("TANDEM_SPECULATIVE_METHOD", "mtp")
-    assert package_of("target", ["--model", "x"]) == "tandem_bound"
-    assert package_of("target", ["--method", "extract_hidden_states"]) == "tandem_target"
-    assert package_of("draft", []) == "tandem_draft"
-    monkeypatch.setenv("TANDEM_SPECULATIVE_METHOD", "ngram")
-    assert package_of("target", ["--model", "x"]) == "tandem_target"
 
 
 @pytest.mark.parametrize(
@@ -412,7 +401,7 @@ def test_a_service_without_its_engine_says_what_to_install(monkeypatch: pytest.M
     target = TargetSettings(model=DEMO_TARGET)
     bound = TargetSettings(model=DEMO_TARGET, draft_model=DEMO_EAGLE3)
     draft = DraftSettings(model=DEMO_DRAFT)
-    for service in (TargetService(target), BoundService(bound), DraftService(draft)):
+    for service in (TargetService(target), TargetService(bound), DraftService(draft)):
         with pytest.raises(ConfigurationError, match=sentence):
             service.load()
 

@@ -11,13 +11,13 @@ from rich.console import RenderableType
 
 from tandem.errors import ConfigurationError
 from tandem.model.admin import Diagnosis, Severity
-from tandem.model.replica import Role
 from tandem_coordinator.admin.plain import plain
 from tandem_coordinator.cli.admin import pairs
 from tandem_coordinator.cli.command import as_text
 from tandem_coordinator.cli.doctor import clock, distance, doctor_view, version
 from tandem_coordinator.cli.views import (
     duration,
+    replica_view,
     replicas_view,
     request_view,
     requests_view,
@@ -59,21 +59,15 @@ def test_output_for_programs_consists_of_json_types() -> None:
     assert plain(FINDINGS)[2]["severity"] == "problem"
 
 
-def test_an_address_that_serves_both_is_printed_once() -> None:
-    first, second = REPLICAS[:2]
-    hosted = replace(first, role=Role.DRAFT)
-    lines = as_text(
-        replicas_view([first, replace(second, reason=""), hosted, REPLICAS[3]]), width=120
-    ).splitlines()
-    rows = [[line.split()[0], line[8:28].strip()] for line in lines[1:5]]
-    assert rows == [
-        ["target", first.address],
-        ["draft", "beside the target"],
-        ["target", second.address],
-        ["draft", REPLICAS[3].address],
+def test_a_target_that_drafts_by_itself_names_its_method() -> None:
+    first = REPLICAS[0]
+    assert first.model is not None
+    headed = replace(first, model=replace(first.model, drafting_method="eagle3"))
+    (row,) = as_text(replicas_view([headed]), width=120).splitlines()[1:]
+    assert row.startswith("target, eagle3")
+    assert ["own", "head", "eagle3"] in [
+        line.split() for line in as_text(replica_view(headed), width=120).splitlines()
     ]
-    request = replace(REQUEST, target_address=first.address, draft_address=first.address)
-    assert as_text(request_view(request), width=120).count(first.address) == 1
 
 
 @pytest.mark.parametrize("apart", [0.0, 0.9, -0.9, 3.0, -3.0])

@@ -307,7 +307,7 @@ CONNECTING = samples.replica(Role.TARGET, "127.0.0.1:2", ReplicaState.CONNECTING
     ("replicas", "reason"),
     [
         ([], report.STARTING),
-        ([CONNECTING], report.STARTING),  # it may host a draft
+        ([CONNECTING], report.STARTING),  # it may have a head
         ([CONNECTING, TARGET], report.NO_DRAFT),
     ],
 )

@@ -19,6 +19,7 @@ from tandem.model.types import (
     Acceptance,
     DraftedOutcomes,
     Lead,
+    OwnHead,
     Proposal,
     SamplingParams,
     StepCost,
@@ -43,6 +44,7 @@ GREEDY = SamplingParams(temperature=0.0)
 SAYS = [1, 2, 3] * 20
 """The text that the target says."""
 VERIFIED = StepCost(0.01, 2, 9)
+HEAD_COST = StepCost(0.002, 2, 4)
 PLAN = RoundPlan(4, 2, 3, 1.5)
 ASKED = SessionPolicy()
 
@@ -61,24 +63,37 @@ class ScriptedTarget:
     address: str | None = "t:1"
     has_read: bool = False
     cost: StepCost | None = field(default_factory=lambda: VERIFIED)
-    asked: list[tuple[Proposal, Lead]] = field(default_factory=list)
-    _begun: Proposal | None = None
+    asked: list[tuple[Proposal | OwnHead, Lead]] = field(default_factory=list)
+    has_head: bool = False
+    head_says: tuple[int, ...] = ()
+    """What its own head proposes, of which it takes as much as it is asked for."""
+    _begun: Proposal | OwnHead | None = None
 
-    async def verify(self, completion: Completion, proposal: Proposal, lead: Lead) -> Verification:
-        self.asked.append((proposal, lead))
-        led = proposal.token_ids if self._begun is not None else None
+    async def verify(self, completion: Completion, asked: Proposal | OwnHead, lead: Lead) -> Verification:
+        self.asked.append((asked, lead))
+        is_led = self._begun is not None
+        if isinstance(asked, Proposal):
+            proposal = asked
+        else:
+            proposal = Proposal(completion.length, self.head_says[: asked.max_tokens], cost=HEAD_COST)
         rows = range(completion.length, completion.length + len(proposal) + 1)
         verification = Verification(
-            completion.length, tuple(TokenRow(self.says[i]) for i in rows), self.cost, led
+            completion.length,
+            tuple(TokenRow(self.says[i]) for i in rows),
+            self.cost,
+            proposal if is_led or proposal is not asked else None,
+            led=int(is_led),
         )
         kept = accept(completion, proposal, verification).accepted_count + 1
         self._begun = None
         if lead.credits and self.goes_on_with and (tokens := self.goes_on_with.popleft()) is not None:
             room = max(completion.room - kept - 1, 0)
             self._begun = Proposal(completion.length + kept, tokens[:room])
+            if isinstance(asked, OwnHead):
+                self._begun = asked
         return verification
 
-    def begun(self, completion: Completion) -> Proposal | None:
+    def begun(self, completion: Completion) -> Proposal | OwnHead | None:
         return self._begun
 
     def pass_on(self, outcomes: DraftedOutcomes) -> None: ...
@@ -103,7 +118,7 @@ class ScriptedDraft:
     def rest(self, completion: Completion, plan: RoundPlan) -> None:
         self.did.append("rest")
 
-    def outcome(self, completion: Completion, target_address: str | None) -> Outcome | Away:
+    def outcome(self, completion: Completion) -> Outcome | Away:
         found = self.has_ready.popleft() if self.has_ready else IDLE
         if isinstance(found, Hit | Coming):
             room = max(completion.room - 1, 0)
@@ -190,7 +205,7 @@ async def test_a_round_proposes_what_the_draft_has(
     controller = Chosen()
     question = await question_of(session_of(draft, ScriptedTarget(), controller), controller)
     assert draft.did == did
-    assert len(question.proposal) == proposed
+    assert len(question.given) == proposed
     assert question.awaited_outcome == (ready not in (IDLE, AWAY))
     assert question.outcome_rank == (ready.rank if isinstance(ready, Hit | Coming) else None)
 
@@ -212,14 +227,14 @@ async def test_a_text_that_depends_on_proposals_gets_whole_ones(ready: Outcome, 
     session = session_of(draft, ScriptedTarget(), controller, policy=SessionPolicy(keeps_proposals=True))
     question = await question_of(session, controller)
     assert draft.did == did
-    assert len(question.proposal) == 4
+    assert len(question.given) == 4
 
 
 async def test_after_a_miss_the_target_goes_alone_once_where_that_is_faster() -> None:
     draft = ScriptedDraft(deque([MISSED, MISSED, HIT, MISSED]), (2, 3, 1), is_ahead=True)
     controller = Chosen(after_miss=0)
     session = session_of(draft, ScriptedTarget(), controller)
-    proposed = [len((await question_of(session, controller)).proposal) for _ in range(4)]
+    proposed = [len((await question_of(session, controller)).given) for _ in range(4)]
     assert proposed == [0, 3, 4, 0], "never twice"
 
 
@@ -270,7 +285,9 @@ async def test_what_the_target_has_begun_is_the_question(tokens: int) -> None:
     draft.did.clear()
     controller.plan = RoundPlan(tokens, 2)
     await anext(rounds)
-    assert target.asked[1][0].token_ids == (3, 1)
+    asked, _ = target.asked[1]
+    assert isinstance(asked, Proposal)
+    assert asked.token_ids == (3, 1)
     assert draft.did == (["work ahead of 2"] if tokens else ["rest", "work ahead of 2"])
     assert ended[1].outcome_rank == (1 if tokens else None)
     if tokens:
@@ -476,3 +493,47 @@ def test_a_draft_that_hangs_costs_less_than_a_second(times: list[tuple[float, in
     for seconds, proposed, reads in times:
         patience.round_ended(verified(seconds, proposed, reads=reads, asked=seconds))
     assert 0.25 <= patience.seconds < 1.0
+
+
+HEADED = SessionPolicy(2, asks_head=True)
+
+
+async def test_a_target_with_a_head_is_asked_to_propose_and_goes_on_by_itself() -> None:
+    """One question a round, none of them to a draft; each event says what was proposed and what the head took."""
+    ended: list[RoundEnded] = []
+    target = ScriptedTarget(has_head=True, head_says=(2, 3, 9), goes_on_with=deque([()] * 20))
+    session = session_of(NoDraft(None), target, Chosen(), max_tokens=10, policy=HEADED, ended=ended)
+    chunks = [chunk async for chunk in session.rounds()]
+    assert [token_id for chunk in chunks for token_id in chunk.token_ids] == SAYS[1:11]
+    assert all(isinstance(asked, OwnHead) for asked, _ in target.asked)
+    assert [asked.max_tokens for asked, _ in target.asked if isinstance(asked, OwnHead)][:2] == [4, 4]
+    assert {lead for _, lead in target.asked} == {Lead(2)}
+    first, second = ended[:2]
+    assert (first.proposed, first.accepted, first.committed) == (3, 2, 3)
+    assert first.cost is not None
+    assert (first.cost.draft_seconds, first.cost.was_led) == (0.002, False)
+    assert second.cost is not None
+    assert second.cost.was_led
+
+
+async def test_a_plan_of_no_tokens_lets_the_head_rest() -> None:
+    target = ScriptedTarget(has_head=True, head_says=(2, 3))
+    controller = Chosen(RoundPlan(0))
+    question = await question_of(session_of(NoDraft(None), target, controller, policy=HEADED), controller)
+    assert question.asked == OwnHead(0)
+    assert question.lead == Lead(2)
+
+
+async def test_a_head_is_asked_for_no_more_than_there_is_room_for() -> None:
+    target = ScriptedTarget(has_head=True)
+    controller = Chosen()
+    session = session_of(NoDraft(None), target, controller, max_tokens=3, policy=HEADED)
+    assert (await question_of(session, controller)).asked == OwnHead(2)
+
+
+async def test_a_target_without_a_head_serves_such_a_request_alone() -> None:
+    """As one does to which a sequence has moved from another with a head."""
+    target = ScriptedTarget(has_head=False)
+    controller = Chosen()
+    question = await question_of(session_of(NoDraft(None), target, controller, policy=HEADED), controller)
+    assert question.given.token_ids == ()

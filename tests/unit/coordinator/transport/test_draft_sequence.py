@@ -30,7 +30,8 @@ from tandem.v1 import draft_pb2
 from tandem.wire import draft as wire
 from tandem_coordinator.decoding.completion import Completion
 from tandem_coordinator.telemetry.observer import NO_OBSERVER
-from tandem_coordinator.transport.draft_client import DraftLimits, DraftSequence, check_proposal
+from tandem_coordinator.transport.draft_client import DraftLimits, DraftSequence
+from tandem_coordinator.transport.proposals import check_proposal
 from tandem_coordinator.transport.streams import RemoteSequence, Streams
 
 BUDGET = AheadBudget(4, 3)
@@ -118,7 +119,7 @@ def test_what_no_token_can_be_drawn_from_is_refused(ids: list[int], probs: list[
     for number, answer in wire.answers_from_proto(message):
         assert isinstance(answer, Proposal)
         with pytest.raises(ProtocolError, match=words) if number == 1 else nullcontext():
-            check_proposal(answer, 4, 1, 100, with_token_logits=False)
+            check_proposal("draft service", answer, 4, 1, 100, with_token_logits=False)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def test_what_no_token_can_be_drawn_from_is_refused(ids: list[int], probs: list[
 )
 def test_a_proposal_that_nobody_asked_for_is_refused(proposal: Proposal, words: str) -> None:
     with pytest.raises(ProtocolError, match=words):
-        check_proposal(proposal, 4, 1, 100, with_token_logits=True)
+        check_proposal("draft service", proposal, 4, 1, 100, with_token_logits=True)
 
 
 async def test_a_draft_that_does_not_read_is_told_no_more() -> None:

@@ -20,7 +20,7 @@ from tandem.engine.models.heads.interface import DraftHead
 from tandem.engine.models.heads.mtp import MtpHead
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.errors import ModelFolderError
-from tandem_bound.loading import HEADS
+from tandem_target.loading import HEADS
 from tests.end_to_end.models import random_model, save_model
 from tests.heads import save_dflash, save_eagle, save_eagle3, save_medusa
 from tests.mtp_models import FAMILIES, MtpTarget

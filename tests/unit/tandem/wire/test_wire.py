@@ -22,6 +22,7 @@ from tandem.model.admin import ConfigOption, CoordinatorState, Diagnosis
 from tandem.model.replica import ReplicaState, Role
 from tandem.model.speculation_state import DecidingFigure, SpeculationState
 from tandem.model.types import (
+    AcceptanceTerms,
     AheadBudget,
     AheadStats,
     Cancel,
@@ -33,6 +34,7 @@ from tandem.model.types import (
     Finish,
     FinishReason,
     GenerationRequest,
+    GoesOn,
     Grammar,
     GrammarKind,
     IntArray,
@@ -212,10 +214,22 @@ def verifications(draw: st.DrawFn) -> tuple[VerifyStep, Verification]:
     delta = Delta(draw(IDS), tuple(draw(st.lists(IDS, min_size=proposal, max_size=proposal + 3))))
     lead = draw(st.integers(0, 8)), draw(IDS), draw(st.booleans())
     step = VerifyStep(delta, kind, count, supports, with_statistics, *lead, serial=draw(IDS))
-    proposed = draw(st.none() | st.lists(IDS, max_size=3).map(tuple))
-    goes_on = draw(st.none() | st.builds(Delta, IDS, st.lists(IDS, min_size=1, max_size=3).map(tuple)))
+    if count == 1 and delta.token_ids:
+        step.own_tokens = draw(st.none() | st.integers(0, 64))
+    proposal_of_its_own = draw(st.none() | proposals())
+    goes_on = draw(st.none() | following())
     labels = draw(IDS), draw(IDS)
-    return step, Verification(draw(st.integers(0, 2**30)), rows, draw(COSTS), proposed, goes_on, *labels)
+    length, cost = draw(st.integers(0, 2**30)), draw(COSTS)
+    return step, Verification(length, rows, cost, proposal_of_its_own, goes_on, *labels)
+
+
+@st.composite
+def following(draw: st.DrawFn) -> GoesOn:
+    """A step that a target announces, with a proposal that is given or its own head's."""
+    own_tokens = draw(st.none() | st.integers(0, 64))
+    count = 1 if own_tokens is not None else draw(st.integers(1, 3))
+    token_ids = tuple(draw(st.lists(IDS, min_size=count, max_size=count)))
+    return GoesOn(Delta(draw(IDS), token_ids), own_tokens)
 
 
 @given(st.lists(verifications(), max_size=6))
@@ -229,7 +243,16 @@ def test_steps_and_verifications_survive(asked: list[tuple[VerifyStep, Verificat
     for number, answer in target.answers_from_proto(response):
         assert isinstance(answer, target.Answer)
         found[number] = answer.verification(dict(steps)[number])
-    assert plain(found) == plain(dict(answers))
+    expected = {number: _own_once_rounded(answer) for number, answer in answers}
+    assert plain(found) == plain(expected)
+
+
+def _own_once_rounded(answer: Verification) -> Verification:
+    if answer.proposal is None:
+        return answer
+    proposal = _once_rounded(answer.proposal)
+    assert isinstance(proposal, Proposal)
+    return replace(answer, proposal=proposal)
 
 
 SAMPLING = SamplingParams(0.7, 20, 0.9, 0.05, -(2**62), 1.3, -0.5, 2.0)
@@ -248,6 +271,9 @@ VERIFIED = TargetOptions(
     17,
     None,
     LogitAdjustments({3: 0.1, 5: -100.0}, 4, (0, 7)),
+    (2, 9),
+    AcceptanceTerms("typical-acceptance", 0.25, 0.5),
+    7,
 )
 LIVES: list[tuple[Any, list[tuple[int, object]]]] = [
     (draft, [
@@ -403,7 +429,7 @@ MISSING: list[tuple[Any, object, tuple[str, ...], str]] = [
     (target, VERIFIED, ("open",), "a part has no content; it must hold open, step, outcomes, finish or cancel"),
     (target, VERIFIED, ("open", "sampling"), "open.sampling is missing"),
     (target, VerifyStep(Delta(0, [4]), RowKind.TOKEN, 1), ("step", "committed"), "step.committed is missing"),
-    (target, VerifyStep(Delta(0, [4]), RowKind.TOKEN, 1), ("step", "given"), "step.proposal (given) is missing"),
+    (target, VerifyStep(Delta(0, [4]), RowKind.TOKEN, 1), ("step", "given"), "step.proposal (given or own_head) is missing"),
     (target, VerifyStep(Delta(0, [4, 5]), RowKind.TOKEN, 2), ("step", "rows"), "1 tokens and asks for no rows"),
 ]  # fmt: skip
 
@@ -430,7 +456,7 @@ def test_answers_that_lack_a_part_are_errors_of_their_own_sequence() -> None:
     message.parts[1].verification.goes_on.base_length = 5
     (_, empty), (_, half), (_, whole) = target.answers_from_proto(message)
     assert str(empty) == "a part has no content; it must hold verification, pending or ending"
-    assert str(half) == "goes_on.proposal (given) is missing; it must be set"
+    assert str(half) == "goes_on.proposal (given or own_head) is missing; it must be set"
     assert isinstance(whole, target.Answer)
     drafted = draft.answers_to_proto([(1, PROPOSAL), (2, OUTCOMES), (3, PROPOSAL)])
     drafted.parts[0].ClearField("proposal")

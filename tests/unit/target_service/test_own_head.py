@@ -14,25 +14,23 @@ from typing import Any, Protocol
 
 import pytest
 
+from tandem.acceptance.strategies import rule_of
 from tandem.errors import ConfigurationError
 from tandem.model.types import (
+    AcceptanceTerms,
     Delta,
-    DraftOptions,
     Grammar,
     GrammarKind,
-    Proposal,
-    ProposeStep,
     RowKind,
     SamplingParams,
     TargetOptions,
     TokenRow,
-    VerifyStep,
 )
 from tandem.model_sources.bundled import demo_pair
-from tandem_bound.loading import BoundPair, load_pair
-from tandem_bound.service import BoundService
+from tandem_target.loading import load_verifier
 from tandem_target.service import TargetService
 from tandem_target.settings import TargetSettings
+from tandem_target.verifier import Verifier
 from tests.end_to_end.models import load_reference, random_model, save_model, six_tokens
 from tests.heads import (
     FLAGS,
@@ -64,35 +62,34 @@ def saved_target(model: Any, folder: Path) -> Path:
 
 
 @asynccontextmanager
-async def running(target: Path, head: Path | None, **settings: object) -> AsyncIterator[BoundPair]:
+async def running(target: Path, head: Path | None, **settings: object) -> AsyncIterator[Verifier]:
     """A target with its head, ready; None for the prediction layers in the target's own checkpoint."""
     values: dict[str, Any] = {"model": target, "threads": 1, "max_length": 256, "compile": "off"}
     values["draft_repeats"] = False  # a text of few tokens repeats itself, and no head would ever be asked
     own = {"draft_model": head, "speculative_method": None if head else "mtp"}
-    pair = load_pair(TargetSettings(**(values | settings | own)))
+    verifier = load_verifier(TargetSettings(**(values | settings | own)))
     async with AsyncExitStack() as stack:
-        for each in (pair.proposer, pair.verifier):
-            stack.push_async_callback(each.close)
-            await each.start()
-        yield pair
+        stack.push_async_callback(verifier.close)
+        await verifier.start()
+        yield verifier
 
 
 class Request:
-    """A greedy request on both, round by round as the coordinator runs them."""
+    """A greedy request, round by round as the coordinator runs it."""
 
     def __init__(
         self,
-        pair: BoundPair,
+        verifier: Verifier,
         name: str,
         prompt: Sequence[int],
         token_count: int = 4,
         grammar: Grammar | None = None,
     ) -> None:
-        self._pair = pair
+        self._verifier = verifier
         self._grammar = grammar
         self._name = name
         self._token_count = token_count
-        self._sent_draft = self._sent_target = 0
+        self._sent = 0
         self.tokens = list(prompt)
         self.proposals: list[tuple[int, tuple[int, ...]]] = []
         """Of each round: the length before it, and what was proposed."""
@@ -102,32 +99,31 @@ class Request:
         """The first `new_tokens` tokens after the prompt."""
         end = len(self.tokens) + new_tokens
         prompt_length, grammar = len(self.tokens), self._grammar
-        target = TargetOptions(self._name, GREEDY, prompt_length=prompt_length, grammar=grammar)
-        draft = DraftOptions(self._name, GREEDY, prompt_length=prompt_length, grammar=grammar)
-        async with (
-            self._pair.verifier.sequence(target) as verified,
-            self._pair.proposer.sequence(draft) as drafted,
-        ):
+        terms = AcceptanceTerms("greedy")
+        options = TargetOptions(
+            self._name, GREEDY, prompt_length=prompt_length, grammar=grammar, acceptance=terms
+        )
+        async with self._verifier.sequence(options) as verified:
             while len(self.tokens) < end:
-                await self._round(verified, drafted)
+                await self._round(verified)
         return self.tokens[end - new_tokens : end]
 
-    async def _round(self, verified: Any, drafted: Any) -> None:
+    async def _round(self, verified: Any) -> None:
         length = len(self.tokens)
-        delta = Delta(self._sent_draft, tuple(self.tokens[self._sent_draft :]))
-        proposal: Proposal = await drafted.propose(ProposeStep(delta, self._token_count))
-        self._sent_draft = length
+        delta = Delta(self._sent, tuple(self.tokens[self._sent :]))
+        step = rule_of(AcceptanceTerms("greedy"), GREEDY).own_step(
+            delta, RowKind.TOKEN, 0, 0, self._token_count
+        )
+        verification = await verified.verify(step)
+        proposal = verification.proposal
         self.proposals.append((length, proposal.token_ids))
-        delta = Delta(self._sent_target, (*self.tokens[self._sent_target :], *proposal.token_ids))
-        step = VerifyStep(delta, RowKind.TOKEN, len(proposal) + 1)
-        rows = (await verified.verify(step)).rows
-        for index, row in enumerate(rows):
+        for index, row in enumerate(verification.rows):
             assert isinstance(row, TokenRow)
             self.tokens.append(row.token_id)
             if index == len(proposal) or row.token_id != proposal.token_ids[index]:
                 break
             self.accepted += 1
-        self._sent_target = len(self.tokens) - 1
+        self._sent = len(self.tokens) - 1
 
 
 class Reference(Protocol):
@@ -148,8 +144,8 @@ async def check(
     **settings: object,
 ) -> int:
     """Run all prompts at once, and compare each proposal and each text; return the number of accepted tokens."""
-    async with running(folder, head, **settings) as pair:
-        requests = [Request(pair, str(index), prompt) for index, prompt in enumerate(prompts)]
+    async with running(folder, head, **settings) as verifier:
+        requests = [Request(verifier, str(index), prompt) for index, prompt in enumerate(prompts)]
         texts = await asyncio.gather(*(request.run(new_tokens) for request in requests))
     for prompt, text, request in zip(prompts, texts, requests, strict=True):
         assert text == most_probable(model, prompt, text)
@@ -255,8 +251,8 @@ async def test_a_head_catches_up_behind_what_was_repeated(target: tuple[Any, Pat
     model, folder = target
     head = save_eagle3(tmp_path / "head", model, norm_output=True)
     reference = Eagle3Reference(head, model)
-    async with running(folder, head, draft_repeats=True) as pair:
-        requests = [Request(pair, str(index), prompt) for index, prompt in enumerate(PROMPTS)]
+    async with running(folder, head, draft_repeats=True) as verifier:
+        requests = [Request(verifier, str(index), prompt) for index, prompt in enumerate(PROMPTS)]
         texts = await asyncio.gather(*(request.run(48) for request in requests))
     repeated = own = behind = 0
     for prompt, text, request in zip(PROMPTS, texts, requests, strict=True):
@@ -310,8 +306,8 @@ async def test_accepted_positions_of_own_layers(family: str, compile_mode: str, 
 @pytest.mark.parametrize("compile_mode", ["off", "auto"])
 async def test_the_bundled_head_proposes_in_bfloat16(compile_mode: str) -> None:
     """By CPU kernels its residual stream is float32, its cache is not."""
-    async with running(DEMO_TARGET, DEMO_EAGLE3, dtype="bfloat16", compile=compile_mode) as pair:
-        request = Request(pair, "request", tuple(range(5, 60)))
+    async with running(DEMO_TARGET, DEMO_EAGLE3, dtype="bfloat16", compile=compile_mode) as verifier:
+        request = Request(verifier, "request", tuple(range(5, 60)))
         await request.run(24)
     lengths = [len(proposal) for _, proposal in request.proposals]
     assert lengths == [0] + [4] * (len(lengths) - 1), "a proposal in every round but the first"
@@ -332,8 +328,8 @@ async def test_a_proposal_has_a_token_of_each_medusa_head_at_most(
     model, folder = target
     head = save_medusa(tmp_path / "head", model)
     with caplog.at_level(logging.WARNING):
-        async with running(folder, head) as pair:
-            request = Request(pair, "one", PROMPTS[0], token_count=6)
+        async with running(folder, head) as verifier:
+            request = Request(verifier, "one", PROMPTS[0], token_count=6)
             await request.run(4)
     lengths = [len(proposal) for _, proposal in request.proposals]
     assert lengths == [0] + [4] * (len(lengths) - 1)
@@ -355,8 +351,8 @@ async def test_a_block_ends_at_the_longest_sequence(tmp_path: Path) -> None:
     """Near max_length the proposals become shorter."""
     model = small_target(vocab_size=6)
     folder, head = saved_target(model, tmp_path / "target"), save_dflash(tmp_path / "head", model)
-    async with running(folder, head, max_length=32) as pair:
-        request = Request(pair, "a", (1, 2, 3) * 8)
+    async with running(folder, head, max_length=32) as verifier:
+        request = Request(verifier, "a", (1, 2, 3) * 8)
         await request.run(6)
     assert max(length + len(proposal) for length, proposal in request.proposals) <= 32
 
@@ -367,14 +363,13 @@ HEAD = {"architectures": ["LlamaForCausalLMEagle3"]}
 def refusal(**settings: Any) -> str:
     values: dict[str, Any] = {"model": DEMO_TARGET, **settings}
     with pytest.raises(ConfigurationError) as error:
-        BoundService(TargetSettings(**values))
+        TargetService(TargetSettings(**values))
     return str(error.value)
 
 
 def test_a_draft_must_be_the_folder_of_a_head(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HEAD))
-    BoundService(TargetSettings(model=DEMO_TARGET, draft_model=tmp_path))
-    assert refusal() == "--draft-model is missing; give the folder of a drafting head for this model"
+    TargetService(TargetSettings(model=DEMO_TARGET, draft_model=tmp_path))
     missing = tmp_path / "nowhere"
     assert refusal(draft_model=missing) == f"--draft-model is {missing}; there is no such folder"
     rule = "beside a target it must be eagle or eagle3 or medusa or dflash"
@@ -384,16 +379,11 @@ def test_a_draft_must_be_the_folder_of_a_head(tmp_path: Path) -> None:
 
 
 def test_mtp_needs_no_draft(tmp_path: Path) -> None:
-    BoundService(TargetSettings(model=DEMO_TARGET, speculative_method="deepseek_mtp"))
+    TargetService(TargetSettings(model=DEMO_TARGET, speculative_method="deepseek_mtp"))
     assert refusal(draft_model=tmp_path, speculative_method="mtp") == (
         f"--method is mtp, whose weights lie in the target's own checkpoint, and --draft-model is {tmp_path}; leave "
         "out --draft-model"
     )
-
-
-def test_a_target_alone_refuses_a_draft(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="is started by `tandem serve target`"):
-        TargetService(TargetSettings(model=DEMO_TARGET, draft_model=tmp_path))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -405,10 +395,10 @@ async def test_heads_propose_what_a_grammar_allows(
     whole = {"draft_vocabulary": 2048} if method == "eagle3" else {}
     head = METHODS[method][0](tmp_path / f"{method}-head", model, **whole)
     grammar = Grammar(GrammarKind.REGEX, "([ab][cd]){30}")
-    async with running(folder, head) as pair:
-        request = Request(pair, "r", PROMPTS[0], grammar=grammar)
+    async with running(folder, head) as verifier:
+        request = Request(verifier, "r", PROMPTS[0], grammar=grammar)
         await request.run(16)
-        state = await pair.verifier.open_grammar(grammar, "")
+        state = await verifier.open_grammar(grammar, "")
     proposed = [(length, token_ids) for length, token_ids in request.proposals if token_ids]
     assert len(proposed) > 3
     for length, token_ids in proposed:
@@ -419,6 +409,6 @@ async def test_heads_propose_what_a_grammar_allows(
 async def test_a_heads_steps_have_plans_in_bfloat16_too(caplog: pytest.LogCaptureFixture) -> None:
     """A plan once met a cast that the trace had not: the states that its pass was tried with were another mode's."""
     caplog.set_level(logging.WARNING)
-    async with running(DEMO_TARGET, DEMO_EAGLE3, dtype="bfloat16", compile="auto") as pair:
-        await Request(pair, "r", PROMPTS[0]).run(8)
+    async with running(DEMO_TARGET, DEMO_EAGLE3, dtype="bfloat16", compile="auto") as verifier:
+        await Request(verifier, "r", PROMPTS[0]).run(8)
     assert not [record for record in caplog.records if "modules" in record.getMessage()]

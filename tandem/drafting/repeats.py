@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.config.speculative import DraftingOptions
+from tandem.drafting.ngram import NgramIndex
+from tandem.drafting.tokens import TokenState
 from tandem.model.types import common_length
-from tandem_draft.proposers.model_free import TokenState, in_pieces
-from tandem_draft.proposers.ngram import NgramIndex
 
 _LOOKUP = DraftingOptions(prompt_lookup_min=2, prompt_lookup_max=2)
 """Counted with SmolLM2 and its head: with two tokens as many were accepted as by suffix decoding, with four fewer."""
@@ -57,19 +57,20 @@ class Repeats:
     def forget(self, length: int) -> None:
         self._index.forget(length)
 
-    async def propose(self, token_count: int) -> tuple[int, ...]:
+    def propose(self, token_count: int) -> tuple[int, ...]:
         """Learn the new tokens and how the last proposal fared; then what was said before, if that is the better
         proposal."""
         following = self._tokens.token_ids[self._length :]
         if self._proposed and following:
             accepted = common_length(following, self._proposed)
             self._odds.add(accepted, is_repeated=self._is_repeated)
-        await in_pieces(self._index.learn())
+        for _ in self._index.learn():
+            pass
         found = tuple(self._index.propose(token_count)) if token_count else ()
         if found and not self._odds.prefer_repeats():
             found = ()
-        self.proposed(found, is_repeated=True)
+        self.note(found, is_repeated=True)
         return found
 
-    def proposed(self, token_ids: Sequence[int], *, is_repeated: bool = False) -> None:
+    def note(self, token_ids: Sequence[int], *, is_repeated: bool = False) -> None:
         self._length, self._proposed, self._is_repeated = len(self._tokens), token_ids, is_repeated

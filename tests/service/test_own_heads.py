@@ -1,5 +1,4 @@
-"""Drafts that read their target's hidden states: the coordinator finds each, keeps it with its target, and changes no
-text by it."""
+"""Targets that draft by heads of their own: the coordinator asks them to, and no text changes by it."""
 
 from __future__ import annotations
 
@@ -16,39 +15,38 @@ import pytest
 from tandem.clients.admin_client import AdminClient
 from tandem.clients.client import Client, Completed
 from tandem.model.replica import Role
-from tandem.model.types import GenerationRequest
-from tandem_bound.loading import BoundPair
+from tandem.model.types import GenerationRequest, RowKind
 from tandem_coordinator.service import CoordinatorService
-from tandem_draft.servicer import DraftServicer
 from tandem_target.servicer import TargetServicer
+from tandem_target.verifier import Verifier
 from tests.end_to_end.chi_square import assert_drawn_from
 from tests.end_to_end.models import exact, six_tokens
 from tests.mtp_models import MtpTarget
 from tests.service.clients import complete, complete_all
 from tests.service.fakes import HANG_SECONDS, coordinated, serving
 from tests.service.test_drafting_ahead import PLACES
-from tests.unit.bound_service.test_proposals import METHODS as HEADS
-from tests.unit.bound_service.test_proposals import running, saved_target
 from tests.unit.engine.greedy import most_probable
+from tests.unit.target_service.test_own_head import METHODS as HEADS
+from tests.unit.target_service.test_own_head import running, saved_target
 
 
 @dataclass(frozen=True)
 class Host:
-    """Both services on one port."""
+    """A target with a head of its own."""
 
     address: str
     server: grpc.aio.Server
-    pair: BoundPair
+    verifier: Verifier
 
 
 @asynccontextmanager
 async def host(target: Path, head: Path | None, **settings: object) -> AsyncIterator[Host]:
     """Serve a target with its head, or with the prediction layers in its own checkpoint."""
-    targets, drafts = TargetServicer(), DraftServicer()
-    async with running(target, head, **({"max_length": 128} | settings)) as pair:
-        targets.verifier, drafts.proposer = pair.verifier, pair.proposer
-        async with serving(targets, drafts) as (address, server):
-            yield Host(address, server, pair)
+    targets = TargetServicer()
+    async with running(target, head, **({"max_length": 128} | settings)) as verifier:
+        targets.verifier = verifier
+        async with serving(targets) as (address, server):
+            yield Host(address, server, verifier)
 
 
 @asynccontextmanager
@@ -139,7 +137,7 @@ async def completed(
     """Complete one batch after the other, each at once; also the number of preempted sequences."""
     async with asyncio.timeout(HANG_SECONDS), pair.host(**settings) as hosted, over(hosted) as (address, _):
         found = [await complete_all(address, batch) for batch in batches]
-        return found, hosted.pair.verifier.kv_usage().preemption_count
+        return found, hosted.verifier.kv_usage().preemption_count
 
 
 def texts(completed: Sequence[Completed]) -> list[tuple[int, ...]]:
@@ -152,11 +150,10 @@ async def test_the_draft_is_found_and_greedy_and_seeded_texts_are_the_targets(pa
     batches = MANY[:1], MANY, MANY[:4], SEEDED[:1], SEEDED, alone
     hosted: Host
     async with asyncio.timeout(HANG_SECONDS), pair.host() as hosted, over(hosted) as (address, service):
-        by_role = {each.role: each for each in service.replicas.snapshots()}
-        assert by_role[Role.DRAFT].address == by_role[Role.TARGET].address == hosted.address
-        model = by_role[Role.DRAFT].model
-        assert model is not None
-        assert model.drafting_method == pair.method
+        (target,) = service.replicas.snapshots()
+        assert target.role is Role.TARGET
+        assert target.model is not None
+        assert target.model.drafting_method == pair.method
         first, second, third, seeded, together, without = [
             await complete_all(address, batch) for batch in batches
         ]
@@ -227,9 +224,96 @@ async def test_a_lost_target_takes_its_draft_along_and_the_text_stays(pair: Pair
         await begun.wait()
         await first.server.stop(None)
         found = await asyncio.gather(*running)
-        drafts = {each.address: each for each in service.replicas.snapshots() if each.role is Role.DRAFT}
+        targets = {each.address: each for each in service.replicas.snapshots()}
     assert_greedy(pair, found)
-    assert drafts[second.address].figures.accepted > 0
+    assert targets[second.address].figures.accepted > 0
+
+
+RULES = ("strict", "residual", "block", "typical-acceptance")
+LED = [GREEDY, *(replace(STRICT, rejection_sampling_strategy=rule) for rule in RULES)]
+"""A request for each rule by which a target may lead, with a seed that promises its text."""
+
+
+@TWO_METHODS
+@pytest.mark.parametrize("lead", [1, 4])
+async def test_the_text_and_what_is_proposed_do_not_depend_on_the_lead(pair: Pair, lead: int) -> None:
+    """All rounds but the first, which reads the prompt, begin by themselves."""
+    # A lossy rule is allowed where the operator chose it.
+    options = {"speculation_policy": "fixed", "rejection_sampling_strategy": "typical-acceptance"}
+    async with asyncio.timeout(HANG_SECONDS), pair.host() as hosted:
+        async with over(hosted, target_lead=0, **options) as (address, _):
+            asked = await complete_all(address, LED)
+        async with over(hosted, target_lead=lead, **options) as (address, _):
+            led = await complete_all(address, LED)
+        usage = hosted.verifier.kv_usage()
+    assert texts(led) == texts(asked)
+    for before, after in zip(asked, led, strict=True):
+        one, other = before.speculation, after.speculation
+        assert (one.rounds, one.drafted, one.accepted) == (other.rounds, other.drafted, other.accepted)
+        assert one.lead.rounds == 0
+        assert other.lead.rounds == other.rounds - 1
+        assert other.lead.wasted == 0, "the target knows where the text ends, and decides as the rule does"
+    assert usage.led_step_count > 0
+    assert usage.wasted_step_count == 0
+
+
+@TWO_METHODS
+async def test_what_only_the_coordinator_knows_costs_steps_and_no_text(pair: Pair) -> None:
+    """Stop strings end the text wherever they lie in a lead; the target goes on until it learns of it."""
+    async with (
+        asyncio.timeout(HANG_SECONDS),
+        pair.host() as hosted,
+        over(hosted, target_lead=4) as (address, service),
+    ):
+        (whole,) = await complete_all(address, [GREEDY])
+        stops = [whole.text[start : start + 3] for start in range(len(whole.text) - 3)]
+        requests = [replace(GREEDY, stop=(stop,)) for stop in stops]
+        stopped = await complete_all(address, requests)
+        wasted = service.completions.stats.snapshot()[0].lead.wasted
+        alone = await complete_all(address, [replace(each, speculation=False) for each in requests])
+    assert [each.text for each in stopped] == [each.text for each in alone]
+    assert 0 < wasted <= 4 * len(stops)
+
+
+@TWO_METHODS
+async def test_requests_of_every_kind_have_the_text_that_they_have_alone(pair: Pair) -> None:
+    """Biases, a minimum, ids that end the text, log probabilities, rows and lengths: with a head and without one."""
+    kinds = [
+        replace(STRICT, logit_bias={3: 2.0, 4: -100.0}),
+        replace(STRICT, min_tokens=9, ignore_eos=False, stop_token_ids=(2, 5)),
+        replace(STRICT, stop_token_ids=(1,)),
+        replace(STRICT, top_k=3),
+        replace(STRICT, top_p=0.8, temperature=1.4),
+        replace(STRICT, logprobs=2),
+        replace(STRICT, max_tokens=1),
+        replace(STRICT, max_tokens=2),
+        replace(GREEDY, row_kind=RowKind.SUPPORT),
+        replace(STRICT, num_speculative_tokens=1),
+        replace(STRICT, num_speculative_tokens=9),
+    ]
+    alone = [replace(request, speculation=False) for request in kinds]
+    (with_head, without), _ = await completed(pair, kinds, alone)
+    assert texts(with_head) == texts(without)
+    assert sum(each.speculation.drafted for each in with_head) > 0
+
+
+async def test_lengths_by_load_and_pauses_hold_for_heads(tmp_path: Path) -> None:
+    """Two tokens for one request, none for more: the head rests, and reads later what it missed."""
+    pair = saved(tmp_path, "eagle3")
+    policy = [[1, 1, 2], [2, 64, 0]]
+    async with (
+        asyncio.timeout(HANG_SECONDS),
+        pair.host() as hosted,
+        over(hosted, speculation_policy=policy, target_lead=2) as (address, _),
+    ):
+        (first,) = await complete_all(address, [GREEDY])
+        many = await complete_all(address, MANY)
+        (last,) = await complete_all(address, [GREEDY])
+    assert_greedy(pair, many)
+    assert first.token_ids == last.token_ids
+    assert first.speculation.drafted == last.speculation.drafted > 0
+    # The last of them may be alone for some rounds.
+    assert sum(each.speculation.drafted for each in many) < sum(each.speculation.rounds for each in many)
 
 
 async def test_penalized_text_does_not_depend_on_a_head(tmp_path: Path) -> None:

@@ -429,7 +429,7 @@ MISSING: list[tuple[Any, object, tuple[str, ...], str]] = [
     (target, VERIFIED, ("open",), "a part has no content; it must hold open, step, outcomes, finish or cancel"),
     (target, VERIFIED, ("open", "sampling"), "open.sampling is missing"),
     (target, VerifyStep(Delta(0, [4]), RowKind.TOKEN, 1), ("step", "committed"), "step.committed is missing"),
-    (target, VerifyStep(Delta(0, [4]), RowKind.TOKEN, 1), ("step", "given"), "step.proposal (given or own_head) is missing"),
+    (target, VerifyStep(Delta(0, [4]), RowKind.TOKEN, 1), ("step", "given"), "step.proposal (given or own_head)"),
     (target, VerifyStep(Delta(0, [4, 5]), RowKind.TOKEN, 2), ("step", "rows"), "1 tokens and asks for no rows"),
 ]  # fmt: skip
 

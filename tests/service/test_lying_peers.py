@@ -58,7 +58,7 @@ REQUESTS = EXACT + OTHERS
 
 
 class Act(Enum):
-    """What is done with an answer."""
+    """A treatment of an answer."""
 
     PASS = "pass it on"
     DROP = "say nothing"
@@ -350,7 +350,7 @@ def check_ending(
 
 @pytest.fixture
 def short_silences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was lost is asked for again at once, so that hundreds of losses take no minutes."""
+    """Ask again soon for lost answers, so that hundreds of losses take no minutes."""
     monkeypatch.setattr(hangs, "ASK_AGAIN_SECONDS", 0.2)
 
 

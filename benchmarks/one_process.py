@@ -78,7 +78,7 @@ class LocalDraft:
             return AWAY
         return IDLE
 
-    async def finished(self, completion: Completion, coming: Coming, tokens: int) -> Proposal:
+    async def wait_for(self, completion: Completion, coming: Coming, tokens: int) -> Proposal:
         return coming.proposal
 
     async def ask(self, completion: Completion, tokens: int, plan: RoundPlan) -> Asked:
@@ -86,7 +86,7 @@ class LocalDraft:
             await self._reading
         return Asked(await self._step(completion, tokens))
 
-    def verifying(self, completion: Completion, proposal: Proposal, plan: RoundPlan) -> None: ...
+    def draft_ahead_of(self, completion: Completion, proposal: Proposal, plan: RoundPlan) -> None: ...
 
     async def finish(self) -> None:
         """Let the prompt be read to its end before the sequence goes."""
@@ -121,7 +121,7 @@ class LocalTarget:
             self._knows.extend(verification.proposal.token_ids)
         return verification
 
-    def begun(self, completion: Completion) -> None:
+    def find_led(self, completion: Completion) -> None:
         return None
 
     def pass_on(self, outcomes: DraftedOutcomes) -> None: ...
@@ -200,7 +200,7 @@ def load(setup: dict[str, Any]) -> Run:
             known = completion.length
             proposed_before = False
 
-            def timed(ended: RoundEnded) -> None:
+            def note_phases(ended: RoundEnded) -> None:
                 nonlocal proposed_before
                 # The first one waits until the draft has read the prompt
                 if ended.proposed and proposed_before:
@@ -220,7 +220,7 @@ def load(setup: dict[str, Any]) -> Run:
                     LocalTarget(verified, plan),
                     Fixed(plan.num_speculative_tokens),
                     plan.accept,
-                    RequestEvents(plan.request_id, RequestObserver(), (tally.add_round, timed)),
+                    RequestEvents(plan.request_id, RequestObserver(), (tally.add_round, note_phases)),
                     SessionPolicy(asks_head=plan.asks_head),
                     count_one,
                 )

@@ -149,7 +149,7 @@ class FailoverDraft:
             self._has_proposed()
         return found
 
-    async def finished(self, completion: Completion, coming: Coming, tokens: int) -> Proposal | None:
+    async def wait_for(self, completion: Completion, coming: Coming, tokens: int) -> Proposal | None:
         current = self._placement.current
         if tokens <= coming.ready or current is None:
             return coming.proposal
@@ -182,7 +182,7 @@ class FailoverDraft:
         )
         return Late()
 
-    def verifying(self, completion: Completion, proposal: Proposal, plan: RoundPlan) -> None:
+    def draft_ahead_of(self, completion: Completion, proposal: Proposal, plan: RoundPlan) -> None:
         current = self._placement.current
         if current is not None and current.sequence.outcomes.awaits(completion.token_ids):
             current.sequence.go_on(completion, proposal, plan.ahead_budget)
@@ -273,13 +273,13 @@ class NoDraft:
     def outcome(self, completion: Completion) -> Away:
         return AWAY
 
-    async def finished(self, completion: Completion, coming: Coming, tokens: int) -> None:
+    async def wait_for(self, completion: Completion, coming: Coming, tokens: int) -> None:
         return None
 
     async def ask(self, completion: Completion, tokens: int, plan: RoundPlan) -> None:
         return None
 
-    def verifying(self, completion: Completion, proposal: Proposal, plan: RoundPlan) -> None: ...
+    def draft_ahead_of(self, completion: Completion, proposal: Proposal, plan: RoundPlan) -> None: ...
 
     async def finish(self) -> None: ...
 

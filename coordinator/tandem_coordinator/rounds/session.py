@@ -54,7 +54,7 @@ class TargetSide(Protocol):
         """The target's row at each position of the proposal, and at the one after it. It says which proposal that is
         where its own head makes it."""
 
-    def begun(self, completion: Completion) -> Proposal | OwnHead | None:
+    def find_led(self, completion: Completion) -> Proposal | OwnHead | None:
         """The proposal of the round that the target has begun by itself behind the completion; None without one."""
 
     def pass_on(self, outcomes: DraftedOutcomes) -> None:
@@ -85,13 +85,13 @@ class DraftSide(Protocol):
     def outcome(self, completion: Completion) -> Outcome | Away:
         """The continuation that it has ready behind the round that has ended."""
 
-    async def finished(self, completion: Completion, coming: Coming, tokens: int) -> Proposal | None:
+    async def wait_for(self, completion: Completion, coming: Coming, tokens: int) -> Proposal | None:
         """So many tokens of what is still coming, or what is there in time; None where it fails."""
 
     async def ask(self, completion: Completion, tokens: int, plan: RoundPlan) -> Asked | Late | None:
         """Its answer to a question for so many tokens; None where it cannot be asked in this round."""
 
-    def verifying(self, completion: Completion, proposal: Proposal, plan: RoundPlan) -> None:
+    def draft_ahead_of(self, completion: Completion, proposal: Proposal, plan: RoundPlan) -> None:
         """It may work ahead of this proposal, if it has followed so far."""
 
 
@@ -176,7 +176,7 @@ class RoundSession:
                 is_forced=question.is_forced,
             )
             times = RoundTimes(began, requested, proposed, verified, ended_at)
-            self.events.round_ended(self._ended(plan, question, verification, acceptance, chunk, times))
+            self.events.round_ended(self._event_of(plan, question, verification, acceptance, chunk, times))
             if self.details is not None:
                 chunk = self.details(chunk, proposal, verification, acceptance)
             yield chunk
@@ -184,18 +184,18 @@ class RoundSession:
     async def question(self, plan: RoundPlan) -> Question:
         """Decide what to ask the target in the round that begins."""
         completion = self.completion
-        begun = self.target.begun(completion)
+        begun = self.target.find_led(completion)
         if self.policy.asks_head and self.target.has_head:
             return self._question_to_head(plan, begun)
         tokens = self.draft.limit(completion, min(plan.tokens, completion.room - 1))
         if tokens <= 0:
             self.draft.rest(completion, plan)
         if isinstance(begun, Proposal):
-            question = self._question_begun(begun, tokens)
+            question = self._question_led(begun, tokens)
         else:
             question = await self._question_now(plan, tokens)
         # Behind an answer it works ahead already, as it was asked to
-        self.draft.verifying(completion, question.given, plan)
+        self.draft.draft_ahead_of(completion, question.given, plan)
         if not question.is_forced:
             question.lead = self._lead(tokens)
         return question
@@ -208,7 +208,7 @@ class RoundSession:
             return Question(forced, is_forced=True)
         return Question(OwnHead(max(tokens, 0)), Lead(self.policy.credits))
 
-    def _question_begun(self, begun: Proposal, tokens: int) -> Question:
+    def _question_led(self, begun: Proposal, tokens: int) -> Question:
         """The question of a round that the target has begun by itself, with a proposal of the draft's or alone."""
         outcome: Outcome | Away = IDLE
         if tokens > 0:
@@ -244,7 +244,7 @@ class RoundSession:
             case Hit(found):
                 ready = found
             case Coming():
-                ready = await self.draft.finished(
+                ready = await self.draft.wait_for(
                     completion, outcome, self._tokens_after_hit(outcome, tokens)
                 )
             case Miss() | Idle():
@@ -293,7 +293,7 @@ class RoundSession:
         # gains that begins early with less.
         return Lead(most, min(tokens, MAX_AHEAD_TOKENS), may_go_alone)
 
-    def _ended(
+    def _event_of(
         self,
         plan: RoundPlan,
         question: Question,

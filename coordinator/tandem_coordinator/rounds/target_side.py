@@ -217,8 +217,8 @@ class FailoverTarget:
             self._left = None
         return verification
 
-    def begun(self, completion: Completion) -> Proposal | OwnHead | None:
-        return None if self._place is None else self._place.sequence.begun(completion.token_ids)
+    def find_led(self, completion: Completion) -> Proposal | OwnHead | None:
+        return None if self._place is None else self._place.sequence.find_led(completion.token_ids)
 
     def pass_on(self, outcomes: DraftedOutcomes) -> None:
         if self._place is not None:

@@ -327,7 +327,7 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
         delta = self._remote.delta_to(committed, asked.token_ids)
         return rule.step(delta, asked, kind, self._serial, lead)
 
-    def begun(self, committed: Sequence[int]) -> Proposal | OwnHead | None:
+    def find_led(self, committed: Sequence[int]) -> Proposal | OwnHead | None:
         """The proposal of the round that the target has begun by itself behind these tokens; None where it has begun
         none there. What it has begun elsewhere is taken back by the next step."""
         first = self._led.first

@@ -93,7 +93,7 @@ class ScriptedTarget:
                 self._begun = asked
         return verification
 
-    def begun(self, completion: Completion) -> Proposal | OwnHead | None:
+    def find_led(self, completion: Completion) -> Proposal | OwnHead | None:
         return self._begun
 
     def pass_on(self, outcomes: DraftedOutcomes) -> None: ...
@@ -125,7 +125,7 @@ class ScriptedDraft:
             found = replace(found, proposal=Proposal(completion.length, found.proposal.token_ids[:room]))
         return found
 
-    async def finished(self, completion: Completion, coming: Coming, tokens: int) -> Proposal | None:
+    async def wait_for(self, completion: Completion, coming: Coming, tokens: int) -> Proposal | None:
         self.did.append(f"wait for {tokens}")
         return coming.proposal
 
@@ -136,7 +136,7 @@ class ScriptedDraft:
         cost = StepCost(0.004, 3, 12)
         return Asked(Proposal(completion.length, self.proposes[:tokens], cost=cost), 0.005)
 
-    def verifying(self, completion: Completion, proposal: Proposal, plan: RoundPlan) -> None:
+    def draft_ahead_of(self, completion: Completion, proposal: Proposal, plan: RoundPlan) -> None:
         self.did.append(f"work ahead of {len(proposal)}")
 
 

@@ -320,6 +320,9 @@ model_info_to_proto = _MODEL_INFO.to_proto
 def model_info_from_proto(message: types_pb2.ModelInfo) -> ModelInfo:
     """The model of a service."""
     check_message(message)
+    for name in ("vocabulary_size", "max_length", "tensor_parallel_size"):
+        if (value := getattr(message, name)) < 0:
+            raise ProtocolError(f"{name} of the model is {value}; it must be at least 0")
     info = _MODEL_INFO.from_proto(message)
     return info if info.tensor_parallel_size else replace(info, tensor_parallel_size=1)
 

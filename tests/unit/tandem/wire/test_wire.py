@@ -693,5 +693,7 @@ def test_chunks_survive(finish_reason: FinishReason, stop_reason: str | int | No
 
 @pytest.mark.parametrize("name", ["vocabulary_size", "max_length", "tensor_parallel_size"])
 def test_a_model_of_a_negative_size_is_refused(name: str) -> None:
+    message = types_pb2.ModelInfo()
+    setattr(message, name, -1)
     with pytest.raises(ProtocolError, match=f"{name} of the model is -1; it must be at least 0"):
-        common.model_info_from_proto(types_pb2.ModelInfo(**{name: -1}))
+        common.model_info_from_proto(message)

@@ -36,7 +36,7 @@ from tandem.serving.server import set_start_aside
 from tandem_coordinator.decoding.completion import Completion
 from tandem_coordinator.decoding.tokenization import PromptEncoder
 from tandem_coordinator.outcomes import AWAY, IDLE, Away, Coming, Idle
-from tandem_coordinator.replicas.compatibility import own_head
+from tandem_coordinator.replicas.compatibility import head_of
 from tandem_coordinator.requests.plan import Models, Plan, make_plan
 from tandem_coordinator.rounds.draft_side import NoDraft
 from tandem_coordinator.rounds.events import RequestEvents
@@ -189,7 +189,7 @@ def load(setup: dict[str, Any]) -> Run:
         phases: dict[str, list[float]] = {phase: [] for phase in PHASES}
         stats = SpeculationStats()
         info = target.model_info
-        served = Models(info, own_head(info) if draft is None else draft.model_info, encoder)
+        served = Models(info, head_of(info) if draft is None else draft.model_info, encoder)
         started = time.perf_counter()
 
         async def one(request: GenerationRequest) -> Answer:

@@ -24,7 +24,7 @@ from tandem_coordinator.admin.servicer import AdminServicer
 from tandem_coordinator.controller import Terms, request_kind
 from tandem_coordinator.decoding.tokenization import PromptEncoder, read_tokenizer
 from tandem_coordinator.http.chat import Chats
-from tandem_coordinator.replicas.compatibility import own_head
+from tandem_coordinator.replicas.compatibility import head_of
 from tandem_coordinator.replicas.pool import Member
 from tandem_coordinator.replicas.registry import ReplicaRegistry
 from tandem_coordinator.requests.grammars import CheckedGrammars
@@ -149,7 +149,7 @@ class CoordinatorService(Service):
             return draft.model
         if self.replicas.drafts.addresses or target is None or target.model is None or not target.has_head:
             return None
-        return own_head(target.model)
+        return head_of(target.model)
 
     def _wait_for(self, services: str) -> None:
         logger.info("waiting", extra={"for": services})

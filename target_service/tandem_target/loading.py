@@ -21,8 +21,8 @@ from tandem.engine.models.heads.mtp import MtpHead
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.telemetry.streams import OnStep
 from tandem_target.chosen_head import chosen_head
+from tandem_target.head_drafter import HeadDrafter, extend_by_passes
 from tandem_target.hidden_state_files import hidden_state_files
-from tandem_target.own_head import OwnHead, extend_by_passes
 from tandem_target.settings import TargetSettings
 from tandem_target.verifier import TOKENIZER_FILES, Verifier
 
@@ -96,7 +96,7 @@ def _load_with_head(
     backends = choose_backends(as_model(head, states, name), mode, settings.compile_cache)
     extend = partial(extend_by_passes, head=head, pairings=states.pairings, sampler=backends.sampler)
     inline = InlineEngine(backends, extend, head_limits, on_head_step)
-    own_head = OwnHead(inline, head, states.pairings, repeats=settings.draft_repeats)
+    own_head = HeadDrafter(inline, head, states.pairings, repeats=settings.draft_repeats)
     model = replace(tap.model, info=replace(target.info, drafting_method=method))
     runner = choose_backends(model, settings.compile, settings.compile_cache, tap)
     engine = RowEngine(runner, target_limits, on_step, on_failure=on_failure, drafter=own_head)

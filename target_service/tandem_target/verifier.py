@@ -25,8 +25,8 @@ from tandem.model.types import (
     Verification,
     VerifyStep,
 )
+from tandem_target.head_drafter import HeadDrafter
 from tandem_target.hidden_state_files import HiddenStateFiles
-from tandem_target.own_head import OwnHead
 
 OnLed: TypeAlias = Callable[[Verification | TandemError], None] | None
 """Takes the answers to steps that nobody has asked for, in order; an error ends the sequence."""
@@ -42,7 +42,7 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
     tokenizer_files: Sequence[Path]
     files: HiddenStateFiles | None = None
     """Take the hidden states of sequences that have ended; None: nobody wants them."""
-    own_head: OwnHead | None = None
+    own_head: HeadDrafter | None = None
     """Proposes in the engine's steps; None: proposals are given."""
     _grammars: Grammars | None = field(init=False)
 

@@ -26,8 +26,8 @@ from tests.service.clients import complete, complete_all
 from tests.service.fakes import HANG_SECONDS, coordinated, serving
 from tests.service.test_drafting_ahead import PLACES
 from tests.unit.engine.greedy import most_probable
-from tests.unit.target_service.test_own_head import METHODS as HEADS
-from tests.unit.target_service.test_own_head import running, saved_target
+from tests.unit.target_service.test_head_drafter import METHODS as HEADS
+from tests.unit.target_service.test_head_drafter import running, saved_target
 
 
 @dataclass(frozen=True)

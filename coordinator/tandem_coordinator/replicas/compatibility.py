@@ -178,7 +178,7 @@ _MAY_DIFFER = frozenset(
 )
 
 
-def own_head(target: ModelInfo) -> ModelInfo:
+def head_of(target: ModelInfo) -> ModelInfo:
     """The head of a target that drafts by itself, as a draft."""
     name = f"{target.name} ({target.drafting_method})"
     return replace(target, name=name, step_profile=target.head_step_profile)
@@ -226,7 +226,7 @@ class Fleet:
         if self.target is None:
             self.target = info
         if self.draft is None and info.drafting_method and self._takes_heads:
-            self.draft = own_head(info)
+            self.draft = head_of(info)
         differences = [
             f"{field.name} is {_show(info, field.name)} for this target and {_show(self.target, field.name)} for the "
             "others; all targets must serve one model alike"

@@ -23,7 +23,7 @@ from tandem_coordinator import speculation_report
 from tandem_coordinator.controller import RequestController, SpeculationController, Terms, request_kind
 from tandem_coordinator.decoding.completion import Completion
 from tandem_coordinator.decoding.logprobs import details_of, prompt_logprobs
-from tandem_coordinator.replicas.compatibility import own_head
+from tandem_coordinator.replicas.compatibility import head_of
 from tandem_coordinator.replicas.registry import ReplicaRegistry
 from tandem_coordinator.requests.admission import Admission, Place
 from tandem_coordinator.requests.chunks import ChunkPacer, ChunkQueue, stream_of
@@ -198,7 +198,7 @@ class RequestRunner:
         if target is not None:
             controller.introduce(target.address, target.model, target.round_trip.value)
             if plan.asks_head and target.model is not None:
-                controller.introduce(draft_name, own_head(target.model), None)
+                controller.introduce(draft_name, head_of(target.model), None)
         if draft is not None:
             controller.introduce(draft_name, draft.model, draft.round_trip.value)
         return controller.request(terms, "" if target is None else target.address)

@@ -57,7 +57,7 @@ class _Drafted:
     """First tokens of `tokens` that nothing has changed since."""
 
 
-class OwnHead:
+class HeadDrafter:
     """Drafts with a head that reads the states of the target whose engine calls it. See `Drafter` for the methods."""
 
     def __init__(

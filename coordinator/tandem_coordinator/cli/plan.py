@@ -121,15 +121,21 @@ def _extended(rates: Sequence[float], count: int) -> list[float]:
     return [*known, *[rates[-1]] * (count - len(known))]
 
 
-def measured_rounds(decision: SpeculationDecision, mapping: str = "") -> Rounds:
-    """Measurements of a running cluster at one load."""
+def measured_rounds(decision: SpeculationDecision, mapping: str = "", *, has_head: bool = False) -> Rounds:
+    """Measurements of a running cluster at one load.
+
+    Args:
+        decision: The coordinator's own.
+        mapping: Coverage of the vocabulary mapping.
+        has_head: The target's own head proposes.
+    """
     to_target = decision.alone_message_seconds
     to_draft = max(decision.message_seconds - to_target, 0.0)
     verify = []
     for count, seconds in enumerate(decision.round_seconds):
         questions = to_target + to_draft if count else to_target
         verify.append(max(seconds - count * decision.draft_step_seconds - questions, 1e-9))
-    steps = StepSeconds(verify, decision.draft_step_seconds, to_target, to_draft)
+    steps = StepSeconds(verify, decision.draft_step_seconds, to_target, to_draft, has_head=has_head)
     return Rounds(steps, _extended(decision.acceptance_rates, len(verify) - 1), mapping)
 
 
@@ -225,8 +231,9 @@ def remedies(rounds: Rounds) -> tuple[Remedy, ...]:
         f"a draft with {1 - 1 / HELP:.0%} fewer rejections": replace(
             rounds, acceptance_rates=fewer_rejections
         ).speeds,
-        f"drafting ahead with {hit_rate:.0%} hits": _speeds_ahead(rounds, hit_rate),
     }
+    if not steps.has_head:  # which needs what the verification computes
+        speeds[f"drafting ahead with {hit_rate:.0%} hits"] = _speeds_ahead(rounds, hit_rate)
     found = [Remedy(name, max(each) / rounds.speeds[0]) for name, each in speeds.items()]
     return tuple(sorted(found, key=lambda remedy: -remedy.speedup))
 
@@ -527,12 +534,14 @@ async def measured_through(
     length."""
     lengths = [0, *(length for length in _LENGTHS if length < max_tokens), max_tokens]
     async with Client(address) as client, AdminClient(address) as admin:
+        replicas = await admin.replicas()
+        has_head = any(each.model is not None and each.model.drafting_method for each in replicas)
         seconds = {}
         for number, batch in enumerate(batches):
             report(f"measuring rounds of batch {batch}", number / len(batches))
-            seconds[batch] = await _round_seconds(client, batch, lengths, temperature)
+            seconds[batch] = await _round_seconds(client, batch, lengths, temperature, leads=has_head)
         decisions = (await admin.stats()).decisions
-        coverages = [each.coverage for each in await admin.replicas() if each.coverage is not None]
+        coverages = [each.coverage for each in replicas if each.coverage is not None]
         trip = statistics.median(await round_trips(admin, 30))
     full = [decision for decision in decisions if len(decision.round_seconds) == max_tokens + 1]
     found = {}
@@ -546,7 +555,7 @@ async def measured_through(
         known, measured = zip(*sorted(by_length.items()), strict=True)
         rounds = np.interp(range(max_tokens + 1), known, measured)
         # On a busy machine a message alone may take longer than a round; then half of the shortest round counts.
-        messages = min(2.0 * trip, rounds.min() / 2.0)
+        messages = 0.0 if has_head else min(2.0 * trip, rounds.min() / 2.0)
         # The parts of a round take no longer than the round: the step is a mean over all rounds, slow ones included.
         longest = 0.9 * np.maximum(rounds[1:] - messages, 0.0) / np.arange(1, max_tokens + 1)
         decision = replace(
@@ -556,12 +565,13 @@ async def measured_through(
             draft_step_seconds=min(nearest.draft_step_seconds, longest.min()),
             alone_message_seconds=min(nearest.alone_message_seconds, messages / 2.0),
         )
-        found[batch] = measured_rounds(decision, str(coverages[0]) if coverages else "")
+        mapping = str(coverages[0]) if coverages else ""
+        found[batch] = measured_rounds(decision, mapping, has_head=has_head)
     return found
 
 
 async def _round_seconds(
-    client: Client, batch: int, lengths: Sequence[int], temperature: float
+    client: Client, batch: int, lengths: Sequence[int], temperature: float, *, leads: bool
 ) -> dict[int, float]:
     """Seconds of a round by its proposed tokens, without the lengths that no round had.
 
@@ -580,7 +590,8 @@ async def _round_seconds(
         )
         prompts = itertools.islice(itertools.cycle(_PROMPTS), batch)
         requests = [replace(request, prompt=prompt) for prompt in prompts]
-        rounds = await asyncio.gather(*(_rounds(client, each) for each in requests))
+        is_led = leads or not length
+        rounds = await asyncio.gather(*(_rounds(client, each, is_led=is_led) for each in requests))
         if number:
             of_length = seconds.setdefault(length, [])
             of_length += [each for some in rounds for proposed, each in some if proposed == length]
@@ -592,8 +603,9 @@ async def _round_seconds(
     return found
 
 
-async def _rounds(client: Client, request: GenerationRequest) -> list[tuple[int, float]]:
-    """Proposed tokens and seconds of each round after the first."""
+async def _rounds(client: Client, request: GenerationRequest, *, is_led: bool) -> list[tuple[int, float]]:
+    """Proposed tokens and seconds of each round after the first; where the target begins rounds by itself, which may
+    answer two at once, their mean."""
     rounds = []
     before: float | None = None
     async for chunk in client.generate(request):
@@ -601,10 +613,10 @@ async def _rounds(client: Client, request: GenerationRequest) -> list[tuple[int,
         if before is not None and chunk.token_ids:
             rounds.append((chunk.proposed, now - before))
         before = now
-    if request.speculation or not rounds:
+    if not (is_led and rounds):
         return rounds
-    # A target that runs ahead may answer two of its rounds at once.
-    return [(0, statistics.fmean(seconds for _, seconds in rounds))] * len(rounds)
+    mean = statistics.fmean(seconds for _, seconds in rounds)
+    return [(proposed, mean) for proposed, _ in rounds]
 
 
 @asynccontextmanager

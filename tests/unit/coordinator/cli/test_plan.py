@@ -80,6 +80,13 @@ def test_every_remedy_helps_and_the_most_helpful_comes_first() -> None:
     assert all(each.speedup >= found.best_speedup for each in found.remedies if "ahead" not in each.remedy)
 
 
+def test_nobody_is_told_to_draft_ahead_with_a_head() -> None:
+    rounds = FIGURES.rounds(1, 8)
+    headed = replace(rounds, steps=replace(rounds.steps, has_head=True))
+    assert any("ahead" in each.remedy for each in plan(rounds, 1).remedies)
+    assert not any("ahead" in each.remedy for each in plan(headed, 1).remedies)
+
+
 @pytest.mark.parametrize("alone", [0.0, 0.001])
 def test_a_clusters_plan_uses_its_predicted_rounds(alone: float) -> None:
     """0: a target that leads begins the next round before it is asked."""

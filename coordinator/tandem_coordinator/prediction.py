@@ -188,8 +188,10 @@ class StepSeconds:
         seconds = []
         for count, verify in enumerate(self.verify):
             # When the draft learns which outcome came, it is amid a step for others.
-            drafting = self.draft + count * branch_step
-            is_begun = self.leads_proposals and drafting <= verify
+            drafting = 0.5 * self.draft + count * branch_step
+            # What it drafts must have come before the verification ends.
+            way = 0.5 * (self.draft_question + self.target_question)
+            is_begun = self.leads_proposals and drafting + way <= verify
             seconds.append(max(verify, drafting) + (0.0 if is_begun else self.target_question))
         return seconds
 

@@ -98,7 +98,7 @@ async def text_of(
 ) -> list[int]:
     """The text after a prompt, by proposals of random lengths, most of whose tokens are those of the known text."""
     draw = random.Random(seed)
-    sequence = await engine.open(MAX_LENGTH)
+    sequence = await engine.open(MAX_LENGTH, scope="a scope")
     text, base = list(prompt), 0
     try:
         while (done := len(text) - len(prompt)) < count:

@@ -58,10 +58,11 @@ def test_the_parts_of_a_round_add_up() -> None:
 
 def test_a_hit_hides_the_drafting_behind_the_verification() -> None:
     assert STEPS.predict_hits(0.003)[2] == pytest.approx(0.013)
-    assert STEPS.predict_hits(0.010)[2] == pytest.approx(0.023), "the draft takes longer"
+    assert STEPS.predict_hits(0.010)[2] == pytest.approx(0.022), "the draft takes longer"
     leading = replace(STEPS, leads_proposals=True)
     assert leading.predict_hits(0.003)[2] == pytest.approx(0.012), "so is the way to the target"
-    assert leading.predict_hits(0.010)[2] == pytest.approx(0.023), "but not that of a late proposal"
+    assert leading.predict_hits(0.010)[2] == pytest.approx(0.022), "but not that of a late proposal"
+    assert leading.predict_hits(0.0054)[2] == pytest.approx(0.013), "nor of one that is under way too long"
 
 
 def profiled() -> CostModel:

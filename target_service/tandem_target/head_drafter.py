@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
-from typing import Any
 
 from torch import Tensor
 
@@ -36,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 SUPPORT_MASS, TOP_K = 0.97, 512
 """Defaults of a standalone draft as well (`draft_support_mass`, `draft_top_k`)."""
+_MAX_FAILURES = 8
+"""Failures in a row after which the head is given up: as many failed steps stop an engine."""
 
 
 class _StatesLostError(ServiceUnavailableError):
@@ -74,6 +75,8 @@ class HeadDrafter:
         self._odds = {is_greedy: Odds() for is_greedy in (True, False)} if repeats else {}
         self._drafted: dict[CachedSequence, _Drafted] = {}
         """By the target's sequence."""
+        self._failures = 0
+        """Calls of `propose` that have failed since the head's last proposal."""
 
     async def start(self) -> None:
         self._engine.start()
@@ -108,8 +111,18 @@ class HeadDrafter:
 
     def propose(self, jobs: Sequence[Job[RowRequest]]) -> list[Proposal]:
         """A proposal for each job: what the text said before, or what the head says; an empty one where it fails."""
+        if self._failures < _MAX_FAILURES:
+            try:
+                return self._propose(jobs)
+            except Exception:
+                self._failures += 1
+                fields = {"sequences": len(jobs), "is_given_up": self._failures == _MAX_FAILURES}
+                logger.exception("head failed", extra=fields)
+        return _propose_nothing(jobs)
+
+    def _propose(self, jobs: Sequence[Job[RowRequest]]) -> list[Proposal]:
         began = time.perf_counter()
-        proposals = [Proposal(job.sequence.length + 1) for job in jobs]
+        proposals = _propose_nothing(jobs)
         asked: list[int] = []
         drafts: list[Job[Drafting]] = []
         for index, job in enumerate(jobs):
@@ -124,9 +137,8 @@ class HeadDrafter:
             asked.append(index)
             drafts.append(self._draft(own, job, count))
         if drafts:
-            for index, draft, found in zip(asked, drafts, self._run(drafts), strict=True):
-                if found is not None:
-                    proposals[index] = self._take(jobs[index], draft, found)
+            for index, draft, found in zip(asked, drafts, self._engine.run_here(drafts), strict=True):
+                proposals[index] = self._take(jobs[index], draft, found)
         return proposals
 
     def _count(self, job: Job[RowRequest]) -> int:
@@ -206,14 +218,6 @@ class HeadDrafter:
             return Job(own.cached, delta, count + 1, drafting)
         return Job(own.cached, Delta(read, tuple(own.tokens.token_ids[read + 1 :])), 1, drafting)
 
-    def _run(self, drafts: Sequence[Job[Drafting]]) -> list[Any]:
-        """What the head makes of each job; None for all where it fails."""
-        try:
-            return self._engine.run_here(drafts)
-        except Exception:
-            logger.exception("head failed", extra={"sequences": len(drafts)})
-            return [None] * len(drafts)
-
     def _take(self, job: Job[RowRequest], draft: Job[Drafting], found: Proposal | BaseException) -> Proposal:
         own = self._drafted[job.sequence]
         if not isinstance(found, Proposal):
@@ -221,10 +225,15 @@ class HeadDrafter:
                 fields = {"request_id": own.options.request_id, "reason": str(found)}
                 logger.warning("head proposes nothing", extra=fields)
             return Proposal(len(own.tokens))
+        self._failures = 0
         own.read_length = len(own.tokens) - 1
         if own.repeats is not None:
             own.repeats.note(found.token_ids)
         return replace(found, cost=draft.cost)
+
+
+def _propose_nothing(jobs: Sequence[Job[RowRequest]]) -> list[Proposal]:
+    return [Proposal(job.sequence.length + 1) for job in jobs]
 
 
 def extend_by_passes(

@@ -41,14 +41,17 @@ class InlineEngine(Engine[PayloadT, ResultT]):
 
     def run_here(self, jobs: SequenceOf[Job[PayloadT]]) -> list[ResultT | BaseException]:
         """Run jobs of different sequences to their ends, on the calling thread, and return what became of each."""
-        for job in jobs:
-            self._start_job(job)
-        while self._running and self._step():
-            pass
-        for job in list(self._running.values()):
-            self._settle(job, ServiceUnavailableError("There are no pages for the sequence."))
-        results = {id(job): result for job, result in self._ended}
-        self._ended = []
+        try:
+            for job in jobs:
+                self._start_job(job)
+            while self._running and self._step():
+                pass
+        finally:
+            # After an error too: a job that is left must not run in the next call, when its pages may be another's.
+            for job in list(self._running.values()):
+                self._settle(job, ServiceUnavailableError("There are no pages for the sequence."))
+            results = {id(job): result for job, result in self._ended}
+            self._ended = []
         return [results[id(job)] for job in jobs]  # type: ignore[misc]
 
     def _deliver(self) -> None:

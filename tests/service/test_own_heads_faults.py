@@ -177,14 +177,13 @@ async def take_back(verifier: Any, terms: AcceptanceTerms, rng: random.Random, s
                 if len(tokens) > 60:
                     tokens = tokens[:3]
                 start = rng.randrange(min(keep, sent, len(tokens) - 1) + 1)
-                lead = rng.choice([0, 1, 4])
                 delta = Delta(start, tuple(tokens[start:]))
                 if own_tokens is None:
                     given = Proposal(len(tokens), tuple(rng.randrange(6) for _ in range(rng.randrange(3))))
                     whole = Delta(start, (*delta.token_ids, *given.token_ids))
                     step = rule.step(whole, given, kind)
                 else:
-                    step = rule.own_step(delta, kind, 0, lead, own_tokens)
+                    step = rule.own_step(delta, kind, 0, rng.choice([0, 1, 4]), own_tokens)
                 answer = await verified.verify(step)
                 led.answers = asyncio.Queue()
             sent = min(len(tokens), answer.base_length)

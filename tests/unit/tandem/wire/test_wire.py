@@ -215,7 +215,7 @@ def verifications(draw: st.DrawFn) -> tuple[VerifyStep, Verification]:
     lead = draw(st.integers(0, 8)), draw(IDS), draw(st.booleans())
     step = VerifyStep(delta, kind, count, supports, with_statistics, *lead, serial=draw(IDS))
     if count == 1 and delta.token_ids:
-        step.own_tokens = draw(st.none() | st.integers(0, 64))
+        step.own_tokens = draw(st.none() | st.integers(0, 128))
     proposal_of_its_own = draw(st.none() | proposals())
     goes_on = draw(st.none() | following())
     labels = draw(IDS), draw(IDS)
@@ -226,7 +226,7 @@ def verifications(draw: st.DrawFn) -> tuple[VerifyStep, Verification]:
 @st.composite
 def following(draw: st.DrawFn) -> GoesOn:
     """A step that a target announces, with a proposal that is given or its own head's."""
-    own_tokens = draw(st.none() | st.integers(0, 64))
+    own_tokens = draw(st.none() | st.integers(0, 128))
     count = 1 if own_tokens is not None else draw(st.integers(1, 3))
     token_ids = tuple(draw(st.lists(IDS, min_size=count, max_size=count)))
     return GoesOn(Delta(draw(IDS), token_ids), own_tokens)
@@ -323,6 +323,13 @@ OF_TARGETS: list[tuple[target.Request, str]] = [
     (TargetOptions("r", PLAIN, adjustments=LogitAdjustments({3: math.nan})), "token 3 is nan"),
     (VerifyStep(Delta(0, [1]), RowKind.TOKEN, 1, lead=9), "lead.credits is 9"),
     (VerifyStep(Delta(0, [1]), RowKind.TOKEN, 1, serial=-1), "serial is -1"),
+    (VerifyStep(Delta(0, [1]), RowKind.TOKEN, 1, own_tokens=-1), "own_head.max_tokens is -1"),
+    (
+        TargetOptions("r", PLAIN, acceptance=AcceptanceTerms("r", 1.5)),
+        "epsilon is 1.5; it must be from 0 to 1",
+    ),
+    (TargetOptions("r", PLAIN, acceptance=AcceptanceTerms("r", math.nan)), "epsilon is nan"),
+    (TargetOptions("r", PLAIN, acceptance=AcceptanceTerms("r", 0.1, math.inf)), "delta is inf"),
     (VerifyStep(Delta(-1, [1]), RowKind.TOKEN, 1), "committed.base_length is -1"),
     (VerifyStep(Delta(0, [1]), RowKind.SUPPORT, 1, (np.arange(3),) * 2), "2 supports came for 1 rows"),
     (DraftedOutcomes(7, 64, (4,)), "outcomes came at depth"),

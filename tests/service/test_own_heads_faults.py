@@ -37,7 +37,7 @@ from tandem.model.types import (
     VerifyStep,
 )
 from tandem_target import loading
-from tandem_target.own_head import OwnHead
+from tandem_target.head_drafter import HeadDrafter
 from tests.end_to_end.chi_square import assert_drawn_from
 from tests.end_to_end.models import exact
 from tests.heads import save_eagle3
@@ -60,7 +60,7 @@ from tests.service.test_own_heads import (
     saved,
     texts,
 )
-from tests.unit.target_service.test_own_head import running, saved_target, small_target
+from tests.unit.target_service.test_head_drafter import running, saved_target, small_target
 
 
 @pytest.fixture(scope="module")
@@ -518,7 +518,7 @@ async def test_a_head_that_fails_costs_no_request(
             if place == "a pass":
                 patched.setattr(hosted.verifier.own_head._engine, "_head", fail)
             elif place == "the preparation":
-                patched.setattr(OwnHead, "_draft", fail)
+                patched.setattr(HeadDrafter, "_draft", fail)
             else:
                 patched.setattr(Repeats, "propose", fail)
             found = [await complete_all(address, [*MANY, *SEEDED]) for _ in range(3)]

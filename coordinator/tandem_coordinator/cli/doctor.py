@@ -183,6 +183,11 @@ class ServiceOptions(VerbOptions):
     """File whose first line is the service's token."""
     timeout: float = Field(default=10.0, ge=0.1)
     """Seconds that an answer may take."""
+
+
+class DraftServiceOptions(ServiceOptions):
+    """How to reach a draft service, and the target that it is for."""
+
     target: Annotated[str | None, typer.Option(metavar="ADDRESS")] = None
     """Target that it shall draft for, reached in the same way: checks the coordinator's rules for both."""
 
@@ -190,7 +195,7 @@ class ServiceOptions(VerbOptions):
 @command(app, "10.0.0.7:50052", "127.0.0.1:50052 --json", name="doctor draft")
 async def doctor_draft(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="host:port of the draft service.")],
-    service: ServiceOptions,
+    service: DraftServiceOptions,
     output: OutputOptions,
 ) -> None:
     """Play the protocol of draft services against one, ours or another's (docs/protocol.md).
@@ -260,3 +265,30 @@ def model_rules(draft: ModelInfo, target: ModelInfo | None) -> list[Finding]:
         advice = f"name the draft's target with --target; {advice}"
     words = f"rules of the coordinator that need its options or a target: {', '.join(unchecked)}"
     return [*findings, Finding.warning("not checked", words, advice)]
+
+
+# ---- tandem doctor target
+
+
+@command(app, "10.0.0.7:50051", "127.0.0.1:50051 --json", name="doctor target")
+async def doctor_target(
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="host:port of the target service.")],
+    service: ServiceOptions,
+    output: OutputOptions,
+) -> None:
+    """Play the protocol of target services against one, ours or another's.
+
+    A line for each check: rows, rollback, seeds, repeated steps, refusals, led rounds and a head of its own. It opens a
+    few short sequences; run it against a service that is idle.
+    Exits 0 when all checks pass, 1 when one fails, 4 when the service cannot be reached.
+    """
+    # Only where it is asked for
+    from tandem_coordinator.transport.target_conformance import target_conformance
+
+    credentials = Credentials.of(service.model_dump())
+    async with open_channel(address, DEFAULT_MESSAGE_LIMIT_BYTES, credentials) as channel:
+        findings = await target_conformance(channel, service.timeout)
+    conforms = all(finding.severity is not Severity.PROBLEM for finding in findings)
+    output.show({"conforms": conforms, "findings": findings}, lambda: doctor_view(findings))
+    if not conforms:
+        raise typer.Exit(Exit.FAILED)

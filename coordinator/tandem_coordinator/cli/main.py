@@ -76,6 +76,7 @@ VERBS = {
     "bench": ("serve", "Compare ways of decoding here, or send a load."),
     "config": ("config", "Show or check the configuration."),
     "doctor draft": ("doctor", "Play the protocol of draft services against one."),
+    "doctor target": ("doctor", "Play the protocol of target services against one."),
     "protos": ("protos", "Write the .proto files of Tandem's services."),
     "admin": ("admin", "Inspect and control a running coordinator."),
     "context": ("connection", "Save connections to coordinators under names."),

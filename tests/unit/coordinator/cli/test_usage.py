@@ -26,7 +26,7 @@ from tests.commands import Commands
         (("generat", "x"), "no such command 'generat'. Did you mean 'generate'?"),
         (("replicas",), "no such command 'replicas'. Did you mean 'admin replicas'?"),
         (("replicas", "drain", "127.0.0.1:2"), "did you mean 'admin replicas'?"),
-        (("doctor",), "no such command 'doctor'. Did you mean 'doctor draft', 'admin doctor'?"),
+        (("doctor",), "no such command 'doctor'. Did you mean 'doctor draft', 'doctor target', 'admin doctor'?"),
         (("serve", "coordinater"), "there is no service 'coordinater'; did you mean coordinator?"),
         (("logs", "-f"), "each service writes its log to standard error"),
         (("admin", "statsu"), "did you mean"),

@@ -17,6 +17,8 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tandem.acceptance.rounds import Round
+from tandem.acceptance.strategies import rule_of
 from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
 from tandem.model.admin import Finding
 from tandem.model.types import (
@@ -29,6 +31,7 @@ from tandem.model.types import (
     Pending,
     RowKind,
     SamplingParams,
+    SupportRow,
     TargetOptions,
     TokenRow,
     Verification,
@@ -39,6 +42,7 @@ from tandem.rpc.channels import errors_of
 from tandem.v1.target_pb2 import VerifyResponse
 from tandem.wire import target as wire
 from tandem.wire.status import Ending
+from tandem_coordinator.transport.proposals import check_proposal
 from tandem_coordinator.transport.streams import Call
 from tandem_coordinator.transport.target_client import TargetClient, check_rows
 
@@ -50,6 +54,9 @@ _MAX_LENGTH = 128
 """Longest sequence that is played, where the model reads as much."""
 _LOGIT_TOLERANCE = 0.05
 """Logits of one position may differ by as much between two ways of computing them."""
+_MASS_TOLERANCE = 0.02
+"""Masses may differ by as much, and single probabilities by a tenth: what the tolerance of logits leaves of them."""
+_TEMPERATURE = 0.7
 _CREDITS = 2
 _SILENCE_SECONDS = 0.3
 """How long nothing may come where nothing was asked for."""
@@ -209,6 +216,38 @@ async def _rows(target: TargetSubject, talk: TargetConversation) -> str:
     return f"{len(named)} rows for {_PROPOSED} tokens; token rows name the largest logits of dense rows"
 
 
+async def _supports(target: TargetSubject, talk: TargetConversation) -> str:
+    """Rows with a support against the softmax of dense rows, which temperature alone changes."""
+    tokens = target.prompt()
+    options = target.options(_TEMPERATURE)
+    support = np.arange(0, target.model.vocabulary_size, 7)[:64]
+    proposed = tokens[-_PROPOSED:]
+    supports = tuple(np.unique([*support, each]) for each in proposed)
+    await talk.say((1, options), (2, options))
+    dense = _logits(await talk.ask(_step(tokens, proposed=_PROPOSED, kind=RowKind.DENSE)))
+    step = replace(_step(tokens, proposed=_PROPOSED, kind=RowKind.SUPPORT), supports=supports)
+    found = await talk.ask(step, 2)
+    weights = np.exp((dense - dense.max(axis=1, keepdims=True)).astype(np.float64) / _TEMPERATURE)
+    expected = weights / weights.sum(axis=1, keepdims=True)
+    for index, (row, ids) in enumerate(zip(found.rows, supports, strict=False)):
+        assert isinstance(row, SupportRow), "check_rows has seen to it"
+        apart = float(np.abs(row.probs - expected[index][ids]).max())
+        if np.any(np.abs(row.probs - expected[index][ids]) > 0.1 * expected[index][ids] + 1e-4):
+            raise ProtocolError(
+                f"support row {index}: a probability is {apart:.3g} from that of the dense row"
+            )
+        outside = 1.0 - float(expected[index][ids].sum())
+        if abs(row.outside_mass - outside) > _MASS_TOLERANCE:
+            raise ProtocolError(
+                f"support row {index}: {row.outside_mass:.3g} lie outside; it must be {outside:.3g}"
+            )
+        if row.outside_token_id in ids:
+            raise ProtocolError(
+                f"support row {index}: its token outside the support, {row.outside_token_id}, is in it"
+            )
+    return f"support rows hold the probabilities of dense rows, at temperature {_TEMPERATURE:g}"
+
+
 async def _rollback(target: TargetSubject, talk: TargetConversation) -> str:
     tokens = target.prompt()
     wrong = [*tokens[:-_PROPOSED], *tokens[:_PROPOSED]]
@@ -224,7 +263,7 @@ async def _rollback(target: TargetSubject, talk: TargetConversation) -> str:
 
 
 async def _seeds(target: TargetSubject, talk: TargetConversation) -> str:
-    options = target.options(0.7)
+    options = target.options(_TEMPERATURE)
     await talk.say((1, options), (2, options))
     step = _step(target.prompt(), proposed=_PROPOSED)
     first = _token_ids(await talk.ask(step, 1))
@@ -235,7 +274,7 @@ async def _seeds(target: TargetSubject, talk: TargetConversation) -> str:
 
 
 async def _repeated(target: TargetSubject, talk: TargetConversation) -> str:
-    await talk.say((1, target.options(0.7)))
+    await talk.say((1, target.options(_TEMPERATURE)))
     step = _step(target.prompt(), proposed=_PROPOSED, serial=1)
     first = _token_ids(await talk.ask(step))
     second = _token_ids(await talk.ask(step))
@@ -337,6 +376,12 @@ async def _own_head(target: TargetSubject, talk: TargetConversation) -> str:
         proposed = list(answer.proposal.token_ids)
         if len(proposed) > _PROPOSED:
             raise ProtocolError(f"own_head.max_tokens is {_PROPOSED}; it proposed {len(proposed)}")
+        wanted = len(tokens) + 1
+        if answer.proposal.base_length != wanted or answer.base_length != wanted:
+            raise ProtocolError(
+                f"its head's proposal extends {answer.proposal.base_length} tokens and the rows {answer.base_length}; "
+                f"it must be {wanted}"
+            )
         check_rows(
             answer.verification(replace(asked, row_count=len(proposed) + 1)), target.model.vocabulary_size
         )
@@ -348,9 +393,59 @@ async def _own_head(target: TargetSubject, talk: TargetConversation) -> str:
     return f"its head proposes {len(proposals[0])} of {_PROPOSED} tokens, the same behind the same tokens"
 
 
+async def _own_lead(target: TargetSubject, talk: TargetConversation) -> str:
+    """Led rounds with proposals of the head against what the rule decides, as a coordinator does."""
+    if not target.model.drafting_method:
+        return "it has no head of its own"
+    tokens = target.prompt()
+    led = 0
+    others = 0
+    for sequence, (name, temperature) in enumerate(_LED_RULES, start=1):
+        terms = AcceptanceTerms(name)
+        options = replace(target.options(temperature), acceptance=terms)
+        rule = rule_of(terms, options.sampling)
+        await talk.say((sequence, options))
+        first = await talk.ask(_step(tokens), sequence)
+        (row,) = first.rows
+        assert isinstance(row, TokenRow), "check_rows has seen to it"
+        step = rule.own_step(Delta(len(tokens), [row.token_id]), rule.row_kinds[0], 0, _CREDITS, _PROPOSED)
+        await talk.say((sequence, step))
+        for _ in range(1 + _CREDITS):
+            answer = await talk.next(sequence)
+            if not isinstance(answer, wire.Answer) or answer.proposal is None:
+                raise ProtocolError(
+                    f"{name}: no answer with its head's proposal came to a step with own_head"
+                )
+            proposal = answer.proposal
+            check_proposal(
+                _NAME,
+                proposal,
+                step.delta.length,
+                _PROPOSED,
+                target.model.vocabulary_size,
+                with_token_logits=False,
+            )
+            verification = answer.verification(rule.step_with(step, proposal))
+            if verification.goes_on is None:
+                break
+            decided = rule.accept(Round(proposal, verification, options.sampling))
+            outcome = Delta(verification.base_length + decided.accepted_count, (decided.next_token_id,))
+            others += verification.goes_on.delta != outcome
+            led += 1
+            step = rule.own_step(verification.goes_on.delta, rule.row_kinds[0], 0, _CREDITS, _PROPOSED)
+    if not led:
+        return "it does not go on behind proposals of its head: each round is asked for"
+    differing = (
+        f"; {others} of them with another outcome than the rule's, which wastes a step" if others else ""
+    )
+    return f"it went on behind {led} proposals of its head by {', '.join(name for name, _ in _LED_RULES)}{differing}"
+
+
+_LED_RULES = (("greedy", 0.0), ("strict", _TEMPERATURE), ("residual", _TEMPERATURE))
+
 _ALL = (
-    _health, _model, _tokenizer, _rows, _rollback, _seeds, _repeated, _finish, _refusals, _unasked, _lead,
-    _own_head,
+    _health, _model, _tokenizer, _rows, _supports, _rollback, _seeds, _repeated, _finish, _refusals, _unasked, _lead,
+    _own_head, _own_lead,
 )  # fmt: skip
 TARGET_CHECKS = {check.__name__.strip("_").replace("_", " "): check for check in _ALL}
 """By name."""

@@ -18,6 +18,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
+from tandem.acceptance.strategies import GREEDY, STRICT
 from tandem.drafting.proposal import Drafting, Outcome, extended
 from tandem.drafting.repeats import Odds, Repeats
 from tandem.drafting.tokens import TokenState
@@ -29,7 +30,7 @@ from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.heads.interface import BlockHead, DraftHead
 from tandem.engine.rows import Sampler
 from tandem.errors import ServiceUnavailableError
-from tandem.model.types import Delta, DraftOptions, Proposal, RowKind, StepCost, StepProfile
+from tandem.model.types import Delta, DraftOptions, Proposal, StepCost, StepProfile
 
 logger = logging.getLogger(__name__)
 
@@ -185,9 +186,9 @@ class HeadDrafter:
             with_token_logits=strategy.needs_token_logits,
             draft_support_mass=SUPPORT_MASS,
         )
-        by_tokens = drafting.row_kind is RowKind.TOKEN and not drafting.with_token_logits
-        # Penalties are there to prevent repetition.
-        may_repeat = by_tokens and not options.sampling.penalizes
+        # Under other rules the text depends on what is proposed, which must not depend on other sequences. Penalties are
+        # there to prevent repetition.
+        may_repeat = strategy in (GREEDY, STRICT) and not options.sampling.penalizes
         odds = self._odds.get(options.sampling.is_greedy) if may_repeat else None
         tokens = TokenState(options.max_length)
         cached = self._engine.place(options.max_length)

@@ -186,8 +186,8 @@ class HeadDrafter:
             with_token_logits=strategy.needs_token_logits,
             draft_support_mass=SUPPORT_MASS,
         )
-        # Under other rules the text depends on what is proposed, which must not depend on other sequences. Penalties are
-        # there to prevent repetition.
+        # Under other rules a text depends on its proposals, and they must not depend on other sequences.
+        # Penalties are there to prevent repetition.
         may_repeat = strategy in (GREEDY, STRICT) and not options.sampling.penalizes
         odds = self._odds.get(options.sampling.is_greedy) if may_repeat else None
         tokens = TokenState(options.max_length)

@@ -38,6 +38,8 @@ class MessageProxy(grpc.GenericRpcHandler):
         self.loses_request: Loses = lambda *_: False
         self.loses_answer: Loses = lambda *_: False
         self.lost = 0
+        self.is_closed = False
+        """True once no further call is passed on: a stopped server may still begin one that had arrived."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         method = handler_call_details.method
@@ -51,6 +53,8 @@ class MessageProxy(grpc.GenericRpcHandler):
     async def _pass_on(
         self, method: str, requests: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[bytes]:
+        if self.is_closed:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the proxy is closed")
         call: Any = self._channel.stream_stream(method)()
         name = method.rpartition("/")[2]
         writing = asyncio.create_task(self._write(name, requests, call))
@@ -89,6 +93,7 @@ async def message_proxy(address: str) -> AsyncIterator[MessageProxy]:
         try:
             yield proxy
         finally:
+            proxy.is_closed = True
             await server.stop(None)
 
 

@@ -52,6 +52,12 @@ def test_the_coordinators_sample_as_the_models_card_advises(monkeypatch: pytest.
         assert settings.override_generation_config == wanted, name
 
 
+def test_a_coordinator_over_heads_has_no_draft_service() -> None:
+    """Where there are draft services those propose, so heads would stand idle beside an address that is none."""
+    words = coordinator_words(choose_subject("demo", Screen()), "127.0.0.1:1", None)
+    assert not [word for word in words if "draft" in word]
+
+
 def test_another_token_is_named_and_fails_the_demo() -> None:
     assert compare([1, 2, 3], [1, 2, 3]) == (True, "same 3 tokens: yes")
     assert compare([1, 2, 3], [1, 5, 3]) == (

@@ -284,7 +284,7 @@ class _Demo:
             targets = ",".join(services[name].address for name in ("target 1", "target 2"))
             for name, drafts, does in (
                 ("coordinator A", services["draft"].address, "targets 1 and 2, and the draft"),
-                ("coordinator B", targets, "targets 1 and 2, and the heads there"),
+                ("coordinator B", None, "targets 1 and 2, which draft by their heads"),
             ):
                 words = coordinator_words(subject, targets, drafts)
                 services[name] = await self._run(stack, name, does, "coordinator", words)
@@ -434,8 +434,9 @@ class _Demo:
         )
 
 
-def coordinator_words(subject: Subject, targets: str, drafts: str) -> list[str]:
-    """The options of a coordinator over these addresses, with the sampling parameters of the model's card."""
+def coordinator_words(subject: Subject, targets: str, drafts: str | None) -> list[str]:
+    """The options of a coordinator over these addresses, with the sampling parameters of the model's card. Without
+    drafts the targets propose by heads of their own."""
     return as_words(
         target_address=targets,
         draft_address=drafts,

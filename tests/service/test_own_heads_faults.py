@@ -36,6 +36,7 @@ from tandem.model.types import (
     Verification,
     VerifyStep,
 )
+from tandem_coordinator.transport.target_client import TargetSequence
 from tandem_target import loading
 from tandem_target.head_drafter import HeadDrafter
 from tests.end_to_end.chi_square import assert_drawn_from
@@ -351,8 +352,16 @@ async def test_an_announcement_that_does_not_come_true_costs_only_itself(
 
 
 async def test_a_target_that_goes_further_than_it_may_is_left(
-    pair: Pair, caplog: pytest.LogCaptureFixture
+    pair: Pair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The coordinator asks so late that the target has time to go too far."""
+    verify = TargetSequence.verify
+
+    async def verify_late(sequence: TargetSequence, *asked: Any) -> Verification:
+        await asyncio.sleep(0.05)
+        return await verify(sequence, *asked)
+
+    monkeypatch.setattr(TargetSequence, "verify", verify_late)
     async with asyncio.timeout(HANG_SECONDS), pair.host() as liar, pair.host() as honest:
         leads: Leads = liar.verifier._engine._leads
         follow = leads.follow
@@ -366,7 +375,7 @@ async def test_a_target_that_goes_further_than_it_may_is_left(
         leads.follow = follow_at_once  # type: ignore[method-assign]
         async with over(liar, honest, target_lead=1) as (address, service):
             await until(lambda: all(each.model is not None for each in service.replicas.snapshots()))
-            requests = [replace(each, max_tokens=90) for each in MANY]
+            requests = [replace(each, max_tokens=30) for each in MANY]
             found = await complete_all(address, requests * 2)
             alone = await complete_all(address, [replace(each, speculation=False) for each in requests])
     assert texts(found) == texts(alone) * 2

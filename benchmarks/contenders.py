@@ -312,7 +312,8 @@ def _ours(title: str, method: str = "", *, ahead: str = "off", speculation: bool
         words: tuple[str, ...] = () if method else ("--draft-ahead", ahead)
         async with AsyncExitStack() as stack:
             if is_head:
-                target, draft = await _with_head(setup, stack, method), ""
+                target = await _with_head(setup, stack, method)
+                draft = ""
                 # A head's default rule is lossy; the others' contenders leave the target's distribution as it is.
                 words = ("--rejection-sampling-strategy", "residual")
             elif method:

@@ -111,7 +111,8 @@ class LocalTarget:
         self.has_head = plan.asks_head
 
     async def verify(self, completion: Completion, asked: Proposal | OwnHead, lead: Lead) -> Verification:
-        rule, kind = self._plan.rule, self._plan.row_kind
+        rule = self._plan.rule
+        kind = self._plan.row_kind
         if isinstance(asked, Proposal):
             delta = self._knows.delta_to(completion.token_ids, asked.token_ids)
             return await self._verified.verify(rule.step(delta, asked, kind))

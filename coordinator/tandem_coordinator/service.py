@@ -143,7 +143,7 @@ class CoordinatorService(Service):
         return forecast(controller.predict(target.address, terms, 1))
 
     def _draft_to_come(self, target: Member[TargetClient] | None) -> ModelInfo | None:
-        """What proposes for the next request: a draft service, or the target's own head."""
+        """The model that proposes for the next request: a draft service's, or the target's own head."""
         draft = self.replicas.drafts.choose()
         if draft is not None:
             return draft.model

@@ -189,7 +189,7 @@ class RowRequest:
 def decide_own(
     requests: Sequence[RowRequest], answers: Sequence[Verification | None]
 ) -> list[Acceptance | None]:
-    """What the rules decide on the proposals of the target's own head, for each request that may be followed by another
+    """Decide by the rules on the proposals of the target's own head, for each request that may be followed by another
     one; None for the others. Rounds of one rule are decided at once."""
     decided: list[Acceptance | None] = [None] * len(requests)
     rounds: dict[Decide, list[int]] = {}

@@ -647,7 +647,7 @@ class ModelInfo:
     trained_length: int = 0
     """Positions that the model's config names; 0 where it is not known."""
     head_step_profile: StepProfile = StepProfile()
-    """That of a target's own head; empty without one."""
+    """Durations of the steps of a target's own head; empty without one."""
 
     @property
     def has_model(self) -> bool:

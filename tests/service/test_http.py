@@ -258,7 +258,6 @@ async def test_responses_by_openais_client(template: Path) -> None:
             input=[{"role": "user", "content": [{"type": "input_text", "text": "a"}]}],
             max_output_tokens=1,
         )
-        await _refused(client, tools=[{"type": "function", "name": "f", "parameters": {}, "strict": True}])
         await _refused(client, previous_response_id="resp_1")
         for field, value in {
             "conversation": "conv_1",

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass, field
-from itertools import accumulate, count
+from itertools import accumulate
 from math import isnan
 from typing import Any, Literal
 
@@ -20,12 +19,12 @@ from starlette.types import Receive, Scope, Send
 from tokenizers import Tokenizer
 
 from tandem.errors import TandemError
-from tandem.model.types import Chunk, FinishReason, SamplingParams, Summary, TokenLogprobs
+from tandem.model.types import Chunk, FinishReason, Summary, TokenLogprobs
 from tandem.serving.interceptors import RunningCalls
 from tandem.serving.server import CancelledByEventError, unless
 from tandem_coordinator.http.bodies import HeldBytes, Share
 from tandem_coordinator.http.errors import error_object, known
-from tandem_coordinator.http.schema import ResponsesBody, Sampled
+from tandem_coordinator.http.schema import Sampled
 from tandem_coordinator.http.tools import CallReader, Parser, Said
 from tandem_coordinator.stats.speculation import describe, describe_sampling, summed
 
@@ -104,24 +103,25 @@ class Choice:
         return Said("".join(self.contents), "".join(self.reasonings), calls)
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The request that an answer is for."""
+
+    request_id: str
+    model: str
+    """Name of the model."""
+    tokenizer: Tokenizer
+    body: Sampled
+    prompt_tokens: Sequence[int] | None = None
+    """Tokens of each completion's prompt, where they are known before the end."""
+
+
 class Answer(ABC):
     """The answer to one request, which gathers the pieces of its completions."""
 
-    whole_object: str
-    piece_object: str
-    prefix: str
-    beside_logprobs: Mapping[str, None] = {}
-    """Further fields of an object of log probabilities."""
-    prompt_tokens: Sequence[int] = ()
-    """Tokens of each completion's prompt, where each piece is to have the usage so far."""
-
-    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, body: Sampled, count: int) -> None:
+    def __init__(self, asked: Asked, count: int) -> None:
         self.choices = [Choice() for _ in range(count)]
-        self._head = {"id": f"{self.prefix}-{request_id}", "created": int(time.time()), "model": model}
-        self._tokenizer = tokenizer
-        self._per_prompt = body.choices
-        self._with_ids = body.return_token_ids
-        self._with_usage = body.stream_options is not None and body.stream_options.include_usage
+        self._per_prompt = asked.body.choices
 
     def read_calls(self, form: Parser | Literal["demanded"], *, may_call: bool = True) -> None:
         """Read calls of tools, and harmony's reasoning, out of the completions' texts."""
@@ -140,44 +140,17 @@ class Answer(ABC):
         choice.summary = chunk.summary
         return said
 
+    @abstractmethod
     def keep(self, index: int, chunk: Chunk) -> int:
         """Note a piece for the whole answer: the number of bytes that it takes."""
-        self.add(index, chunk)
-        choice, kept = self.choices[index], len(chunk.text.encode("utf-8", "replace"))
-        lists = [(choice.logprobs[name], items) for name, items in self._logprobs(choice, chunk).items()]
-        lists += [(choice.ids[name], items) for name, items in self._ids(chunk).items()]
-        for items, more in lists:
-            for item in more:
-                items += (b"," if items else b"") + (added := rendered(item))
-                kept += len(added) + 1
-        return kept
 
+    @abstractmethod
     def whole(self) -> dict[str, Any]:
         """The whole answer, once every completion has ended. Every piece of it was kept."""
-        choices = [
-            self._text(choice.said, is_piece=False) | self._describe(index, choice.logprobs, choice.ids)
-            for index, choice in enumerate(self.choices)
-        ]
-        return {**self._head, "object": self.whole_object, "choices": choices, **self.account()}
 
-    async def events(self, chunks: AsyncGenerator[tuple[int, Chunk]]) -> AsyncGenerator[bytes]:
+    @abstractmethod
+    def events(self, chunks: AsyncGenerator[tuple[int, Chunk]]) -> AsyncGenerator[bytes]:
         """The answer piece by piece, as it is made."""
-        async with aclosing(chunks):
-            async for index, chunk in chunks:
-                choice, said = self.choices[index], self.add(index, chunk)
-                is_first = len(choice.contents) == 1
-                has_text = said.content or said.calls or said.reasoning
-                if not (has_text or chunk.summary or chunk.logprobs or self._with_ids or is_first):
-                    continue  # it says nothing to the client
-                described = self._text(said, is_piece=True, is_first=is_first)
-                described |= self._describe(index, self._logprobs(choice, chunk), self._ids(chunk))
-                piece = {**self._head, "object": self.piece_object, "choices": [described]}
-                if self.prompt_tokens:
-                    piece["usage"] = _usage(self.prompt_tokens[index], choice.tokens)
-                yield data_line(piece)
-        if self._with_usage:
-            yield data_line({**self._head, "object": self.piece_object, "choices": [], **self.account()})
-        yield b"data: [DONE]\n\n"
 
     def failure(self, error: TandemError) -> bytes:
         """The last event of an answer that fails after it has begun."""
@@ -193,7 +166,9 @@ class Answer(ABC):
         usage = _usage(
             sum(each.prompt_tokens for each in of_prompts), sum(each.completion_tokens for each in summaries)
         )
+        usage["prompt_tokens_details"] = {"cached_tokens": 0}
         usage["completion_tokens_details"] = {
+            "reasoning_tokens": 0,
             "accepted_prediction_tokens": total.accepted,
             "rejected_prediction_tokens": total.drafted - total.accepted,
         }
@@ -201,6 +176,65 @@ class Answer(ABC):
         if summaries and (sampling := summaries[-1].sampling) is not None:
             described["sampling"] = describe_sampling(sampling)
         return described
+
+
+class ChoicesAnswer(Answer):
+    """An answer with a choice for each completion, as completions and chats have it."""
+
+    whole_object: str
+    piece_object: str
+    prefix: str
+    beside_logprobs: Mapping[str, None] = {}
+    """Further fields of an object of log probabilities."""
+
+    def __init__(self, asked: Asked, count: int) -> None:
+        super().__init__(asked, count)
+        self._head = {
+            "id": f"{self.prefix}-{asked.request_id}",
+            "created": int(time.time()),
+            "model": asked.model,
+        }
+        self._tokenizer = asked.tokenizer
+        usage = asked.body.stream_options
+        self._with_ids = asked.body.return_token_ids
+        self._with_usage = usage is not None and usage.include_usage
+        self._prompt_tokens = asked.prompt_tokens if usage is not None and usage.is_continuous else None
+
+    def keep(self, index: int, chunk: Chunk) -> int:
+        self.add(index, chunk)
+        choice, kept = self.choices[index], len(chunk.text.encode("utf-8", "replace"))
+        lists = [(choice.logprobs[name], items) for name, items in self._logprobs(choice, chunk).items()]
+        lists += [(choice.ids[name], items) for name, items in self._ids(chunk).items()]
+        for items, more in lists:
+            for item in more:
+                items += (b"," if items else b"") + (added := rendered(item))
+                kept += len(added) + 1
+        return kept
+
+    def whole(self) -> dict[str, Any]:
+        choices = [
+            self._text(choice.said, is_piece=False) | self._describe(index, choice.logprobs, choice.ids)
+            for index, choice in enumerate(self.choices)
+        ]
+        return {**self._head, "object": self.whole_object, "choices": choices, **self.account()}
+
+    async def events(self, chunks: AsyncGenerator[tuple[int, Chunk]]) -> AsyncGenerator[bytes]:
+        async with aclosing(chunks):
+            async for index, chunk in chunks:
+                choice, said = self.choices[index], self.add(index, chunk)
+                is_first = len(choice.contents) == 1
+                has_text = said.content or said.calls or said.reasoning
+                if not (has_text or chunk.summary or chunk.logprobs or self._with_ids or is_first):
+                    continue  # it says nothing to the client
+                described = self._text(said, is_piece=True, is_first=is_first)
+                described |= self._describe(index, self._logprobs(choice, chunk), self._ids(chunk))
+                piece = {**self._head, "object": self.piece_object, "choices": [described]}
+                if self._prompt_tokens is not None:
+                    piece["usage"] = _usage(self._prompt_tokens[index], choice.tokens)
+                yield data_line(piece)
+        if self._with_usage:
+            yield data_line({**self._head, "object": self.piece_object, "choices": [], **self.account()})
+        yield b"data: [DONE]\n\n"
 
     def _describe(self, index: int, logprobs: dict[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:
         reader, summary = self.choices[index].reader, self.choices[index].summary
@@ -242,7 +276,7 @@ class Answer(ABC):
         """A completion's text, or a piece of it, as the endpoint shows it."""
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(ChoicesAnswer):
     """An answer of `/v1/completions`."""
 
     whole_object = piece_object = "text_completion"
@@ -268,7 +302,7 @@ class CompletionAnswer(Answer):
         return {"text": said.content}
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(ChoicesAnswer):
     """An answer of `/v1/chat/completions`."""
 
     whole_object, piece_object = "chat.completion", "chat.completion.chunk"
@@ -296,104 +330,6 @@ class ChatAnswer(Answer):
         if is_piece:
             return {"delta": {**({"role": "assistant"} if is_first else {}), **message}}
         return {"message": {"role": "assistant", **message, "refusal": None}}
-
-
-class ResponseAnswer(ChatAnswer):
-    """An answer of `/v1/responses`."""
-
-    def __init__(self, body: ResponsesBody, sampling: SamplingParams, *args: Any) -> None:
-        """`sampling` is what holds where the body names nothing."""
-        super().__init__(*args)
-        self._item_id = f"msg_{uuid.uuid4().hex}"
-        self._head = {
-            "id": f"resp_{uuid.uuid4().hex}",
-            "object": "response",
-            "created_at": self._head["created"],
-            "error": None,
-            "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
-            "model": self._head["model"],
-            "parallel_tool_calls": False,
-            "previous_response_id": None,
-            "temperature": sampling.temperature if body.temperature is None else body.temperature,
-            "text": {"format": (body.text and body.text.format) or {"type": "text"}},
-            "tool_choice": "none",
-            "tools": [],
-            "top_p": sampling.top_p if body.top_p is None else body.top_p,
-            "truncation": "disabled",
-            "usage": None,
-        }
-
-    def whole(self) -> dict[str, Any]:
-        """The response at its end."""
-        (choice,) = self.choices
-        summary, account = choice.summary, self.account()
-        is_cut = summary is not None and summary.finish_reason is FinishReason.LENGTH
-        status, usage = "incomplete" if is_cut else "completed", account["usage"]
-        return {
-            **self._head,
-            "status": status,
-            "output": [self._item(status, _text_part(choice.said.content))],
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "usage": {
-                "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": 0},
-                "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage["total_tokens"],
-            },
-            "speculation": account["speculation"],
-        }
-
-    async def events(self, chunks: AsyncGenerator[tuple[int, Chunk]]) -> AsyncGenerator[bytes]:
-        """The events of a response, numbered in order."""
-        numbers = count()
-
-        def event(kind: str, **content: Any) -> bytes:
-            return _event({"type": f"response.{kind}", **content, "sequence_number": next(numbers)})
-
-        place: dict[str, Any] = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        async with aclosing(chunks):
-            async for index, chunk in chunks:
-                said = self.add(index, chunk)
-                if len(self.choices[index].contents) == 1:
-                    begun = {**self._head, "status": "in_progress", "output": []}
-                    yield event("created", response=begun)
-                    yield event("in_progress", response=begun)
-                    yield event("output_item.added", output_index=0, item=self._item("in_progress"))
-                    yield event("content_part.added", **place, part=_text_part(""))
-                if said.content:
-                    yield event("output_text.delta", **place, delta=said.content, logprobs=[])
-        response = self.whole()
-        (item,) = response["output"]
-        (part,) = item["content"]
-        yield event("output_text.done", **place, text=part["text"], logprobs=[])
-        yield event("content_part.done", **place, part=part)
-        yield event("output_item.done", output_index=0, item=item)
-        yield event(response["status"], response=response)
-
-    def failure(self, error: TandemError) -> bytes:
-        described = error_object(error)["error"]
-        return _event({"type": "error", **{name: described[name] for name in ("code", "message", "param")}})
-
-    def _item(self, status: str, *content: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "id": self._item_id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": list(content),
-        }
-
-
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return f"event: {content['type']}\n".encode() + data_line(content)
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:

@@ -9,11 +9,12 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -30,17 +31,12 @@ from tandem.serving import protection
 from tandem.serving.interceptors import RunningCalls
 from tandem_coordinator.admin.plain import plain
 from tandem_coordinator.http import schema
-from tandem_coordinator.http.answers import (
-    Answer,
-    ChatAnswer,
-    CompletionAnswer,
-    Reply,
-    ResponseAnswer,
-    merged,
-)
+from tandem_coordinator.http.answers import Answer, Asked, ChatAnswer, CompletionAnswer, Reply, merged
 from tandem_coordinator.http.bodies import ALONE_HEADER, BodyReader, BodyT, HeldBytes, fit, ignored_header
 from tandem_coordinator.http.chat import Chats
 from tandem_coordinator.http.errors import HttpError, error_response
+from tandem_coordinator.http.messages import CountTokensBody, MessagesAnswer, MessagesBody
+from tandem_coordinator.http.responses import ResponseAnswer, ResponsesBody
 from tandem_coordinator.http.tools import HARMONY
 from tandem_coordinator.requests.admission import peer_of_host
 from tandem_coordinator.requests.plan import Models, keep_out
@@ -52,7 +48,15 @@ from tandem_coordinator.settings.sampling import as_sampling
 ENDPOINTS: tuple[tuple[str, str, str, str, type[schema.Body] | None], ...] = (
     ("POST", "/v1/completions", "complete", "Complete a prompt, or several", schema.CompletionBody),
     ("POST", "/v1/chat/completions", "complete", "Answer a chat", schema.ChatBody),
-    ("POST", "/v1/responses", "complete", "OpenAI's Responses API, for plain text", schema.ResponsesBody),
+    ("POST", "/v1/responses", "complete", "OpenAI's Responses API", ResponsesBody),
+    ("POST", "/v1/messages", "complete", "Anthropic's Messages API", MessagesBody),
+    (
+        "POST",
+        "/v1/messages/count_tokens",
+        "count_tokens",
+        "How many tokens such a prompt has",
+        CountTokensBody,
+    ),
     ("POST", "/tokenize", "tokenize", "The token ids of a prompt or a chat", schema.TokenizeBody),
     ("POST", "/detokenize", "detokenize", "The text of token ids", schema.DetokenizeBody),
     ("GET", "/v1/models", "models", "The model that is served", None),
@@ -65,13 +69,13 @@ ENDPOINTS: tuple[tuple[str, str, str, str, type[schema.Body] | None], ...] = (
 )
 """Method, path, the `App`'s method that answers, summary, and the class of the body."""
 
-_FORMS: Mapping[
-    str, tuple[type[schema.CompletionBody | schema.ChatBody | schema.ResponsesBody], Callable[..., Answer]]
-] = {
-    "/v1/completions": (schema.CompletionBody, CompletionAnswer),
-    "/v1/chat/completions": (schema.ChatBody, ChatAnswer),
-    "/v1/responses": (schema.ResponsesBody, ResponseAnswer),
+_BODIES: Mapping[str, type[schema.CompletionBody | schema.ChatBody | ResponsesBody | MessagesBody]] = {
+    "/v1/completions": schema.CompletionBody,
+    "/v1/chat/completions": schema.ChatBody,
+    "/v1/responses": ResponsesBody,
+    "/v1/messages": MessagesBody,
 }
+"""Bodies that ask for completions, by their paths."""
 _PAGE = Path(__file__).with_name("page")
 _MEDIA_TYPES = {
     ".css": "text/css; charset=utf-8",
@@ -147,8 +151,9 @@ class App:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. Any error is answered in OpenAI's form."""
+        """Answer one request. Any error is answered in the form of the path's API."""
         has_begun = False
+        path = scope["path"]
         named = dict(scope["headers"]).get(REQUEST_ID_HEADER, b"")[:256]
         request_id = named or uuid.uuid4().hex.encode()
         state = {"client_request_id": named.decode("latin-1"), "limit": "max_tokens"}
@@ -168,20 +173,20 @@ class App:
             # The server closes. Such a request waits for its body or for a turn, and no drain counts it.
             if not has_begun:
                 error = ServiceUnavailableError("the coordinator is shutting down; send the request again")
-                await error_response(error)(scope, receive, noted)
+                await error_response(error, path)(scope, receive, noted)
         except HTTPException as error:
-            refusal = HttpError(error.status_code, f"there is nothing at {scope['path']}", "not_found")
+            refusal = HttpError(error.status_code, f"there is nothing at {path}", "not_found")
             if error.status_code == 405:
                 allowed = (error.headers or {}).get("Allow", "")
-                sentence = f"method is {scope['method']}; {scope['path']} takes {allowed}"
+                sentence = f"method is {scope['method']}; {path} takes {allowed}"
                 refusal = HttpError(405, sentence, headers=error.headers)
-            await error_response(refusal)(scope, receive, noted)
+            await error_response(refusal, path)(scope, receive, noted)
         except InvalidRequestError as error:
             # The rules of requests know one name of the limit, clients three
             sentence = re.sub(r"\bmax_tokens\b", state["limit"], str(error))
-            await error_response(type(error)(sentence))(scope, receive, noted)
+            await error_response(type(error)(sentence), path)(scope, receive, noted)
         except Exception as error:  # noqa: BLE001 - an unexpected error is logged, and answered with an id
-            await error_response(error)(scope, receive, noted)
+            await error_response(error, path)(scope, receive, noted)
 
     def _admit(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
@@ -203,33 +208,34 @@ class App:
                 raise HttpError(403, f"{named}; {served}")
         if scope["path"] in _OPEN_PATHS:
             return
-        authorization = headers.get(b"authorization", b"").decode("latin-1") or None
-        protection.authorize(protection.Scope.CLIENT, authorization, self._known_tokens())
+        protection.authorize(
+            protection.Scope.CLIENT, _authorization(Headers(scope=scope)), self._known_tokens()
+        )
         if self._calls.closed_because:
             raise ServiceUnavailableError(self._calls.closed_because)
 
     async def complete(self, request: Request) -> Response:
-        """`POST /v1/completions`, `/v1/chat/completions` and `/v1/responses`."""
-        given, form = _FORMS[request.url.path]
-        body, headers = await self._body(request, given)
+        """`POST /v1/completions`, `/v1/chat/completions`, `/v1/responses` and `/v1/messages`."""
+        given, headers = await self._body(request, _BODIES[request.url.path])
         models = self._completions.models
         bounds = self._completions.bounds
-        if isinstance(body, schema.ResponsesBody):
-            request.state.limit = "max_output_tokens"
-            refuse(body.refusals())
-            form = partial(ResponseAnswer, body, as_sampling(models.sampling_defaults))
-            body = body.chat()
-        elif body.max_completion_tokens is not None:
-            request.state.limit = "max_completion_tokens"
+        if isinstance(given, schema.ChatDialect):
+            body: schema.Sampled = self._chat_of(given, request)
+        else:
+            body = given
+            if body.max_completion_tokens is not None:
+                request.state.limit = "max_completion_tokens"
         requests = await requests_of(body, models, self._chats, bounds)
         # A client may use a name twice, so it is only a part of ours.
         named = request.state.client_request_id or body.request_id
         request_id = f"{fit(named)}-{uuid.uuid4().hex[:8]}" if named else uuid.uuid4().hex
-        answer = form(request_id, self.model_name, models.tokenizer, body, len(requests))
         usage = body.stream_options
-        if usage is not None and usage.include_usage and usage.continuous_usage_stats:
+        prompt_tokens: list[int] | None = None
+        if isinstance(body, schema.ChatBody) or (usage is not None and usage.is_continuous):
             requests = [replace(each, prompt=await ids_of(each.prompt, models, bounds)) for each in requests]
-            answer.prompt_tokens = [len(each.prompt) for each in requests]
+            prompt_tokens = [len(each.prompt) for each in requests]
+        asked = Asked(request_id, self.model_name, models.tokenizer, body, prompt_tokens)
+        answer = self._answer(given, asked, len(requests))
         if isinstance(body, schema.ChatBody):
             is_bound, calls = requests[0].grammar is not None, self._chats.calls
             assert calls is not None, "the template has made the prompt"
@@ -239,7 +245,7 @@ class App:
                 answer.read_calls(calls, may_call=body.may_call)
         traceparent = request.headers.get("traceparent", "")
         peer = "" if request.client is None else peer_of_host(request.client.host)
-        token = protection.caller_token(request.headers.get("authorization"), self._known_tokens())
+        token = protection.caller_token(_authorization(request.headers), self._known_tokens())
         # The first completion has the request's own name in logs and lists.
         names = [request_id, *(f"{request_id}-{index}" for index in range(1, len(requests)))]
         chunks = merged(
@@ -251,6 +257,31 @@ class App:
         if kept_out_by := keep_out(requests[0], bounds, models):
             headers |= {ALONE_HEADER: ", ".join(kept_out_by)}
         return Reply(answer, chunks, self._calls, self._held, headers, streams=bool(body.stream))
+
+    def _chat_of(self, body: schema.ChatDialect, request: Request) -> schema.ChatBody:
+        """The chat that a body asks for in other words than a chat's."""
+        request.state.limit = body.limit_name
+        refuse(body.refusals())
+        return body.chat()
+
+    def _answer(self, given: schema.AboutCaller, asked: Asked, count: int) -> Answer:
+        match given:
+            case ResponsesBody():
+                defaults = as_sampling(self._completions.models.sampling_defaults)
+                return ResponseAnswer(given, defaults, asked)
+            case MessagesBody():
+                return MessagesAnswer(asked)
+            case schema.ChatBody():
+                return ChatAnswer(asked, count)
+        return CompletionAnswer(asked, count)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """`POST /v1/messages/count_tokens`."""
+        body, headers = await self._body(request, CountTokensBody)
+        chat = self._chat_of(body, request)
+        refuse(chat.refusals())
+        token_ids = await chat_prompt(chat, self._completions.models, self._chats, self._completions.bounds)
+        return JSONResponse({"input_tokens": len(token_ids)}, headers=headers)
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`."""
@@ -343,6 +374,12 @@ class App:
         path = request.url.path
         media_type = _MEDIA_TYPES[_PAGE_FILES[path].suffix]
         return Response(self._files[path], media_type=media_type, headers=_PAGE_HEADERS)
+
+
+def _authorization(headers: Headers) -> str | None:
+    """The header with the caller's token; Anthropic's clients send it in one of their own."""
+    own = headers.get("x-api-key")
+    return headers.get("authorization") or (f"Bearer {own}" if own else None)
 
 
 # ---- the description of the API

@@ -47,14 +47,28 @@ _FORMS: Mapping[type[errors.TandemError], tuple[int, str, str | None]] = {
 }
 
 
+ANTHROPIC_PATH = "/v1/messages"
+"""Paths that begin with it have Anthropic's API."""
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's words for errors, by their status (https://docs.anthropic.com/en/api/errors)."""
+
+
 def shown(value: object) -> str:
     """The beginning of a refused value, as a request spells it."""
     beginning = value[:SHOWN_CHARACTERS] if isinstance(value, str | list) else value
     return json.dumps(beginning, ensure_ascii=False, default=str)[:SHOWN_CHARACTERS]
 
 
-def error_response(error: Exception) -> JSONResponse:
-    """The answer to a request that failed with this error."""
+def error_response(error: Exception, path: str = "") -> JSONResponse:
+    """The answer to a request at a path that failed with this error, in the form of the path's API."""
     error = known(error)
     status, kind, _ = _form(error)
     headers = dict(error.headers) if isinstance(error, HttpError) else {}
@@ -63,7 +77,8 @@ def error_response(error: Exception) -> JSONResponse:
         headers |= {"Retry-After": f"{math.ceil(seconds)}", "Retry-After-Ms": f"{math.ceil(seconds * 1000)}"}
     if kind == "authentication_error":
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error_object(error), status, headers)
+    describe = anthropic_error_object if path.startswith(ANTHROPIC_PATH) else error_object
+    return JSONResponse(describe(error), status, headers)
 
 
 def error_object(error: errors.TandemError) -> dict[str, Any]:
@@ -72,6 +87,13 @@ def error_object(error: errors.TandemError) -> dict[str, Any]:
     named = _OPTION.match(str(error)) if isinstance(error, errors.InvalidRequestError) else None
     param = named[1] if named else None
     return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
+
+
+def anthropic_error_object(error: errors.TandemError) -> dict[str, Any]:
+    """The same in the form that Anthropic's clients read."""
+    status = _form(error)[0]
+    kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
 def known(error: Exception) -> errors.TandemError:

@@ -33,13 +33,16 @@ Items: TypeAlias = Annotated[list[ItemT], Field(fail_fast=True)]
 """A list that is refused at its first wrong item: a description of each of a million would take half a minute."""
 
 
-def _only(*taken: Any, because: str) -> Any:
+def only(*taken: Any, because: str) -> Any:
     """A field that is known but not to be had: values that ask for nothing are taken, all others are refused."""
     values = " or ".join(f"`{shown(value)}`" for value in taken)
     description = f"Refused{f' unless {values}' if values else ''}: {because}."
     return Field(
         default=None, description=description, json_schema_extra={"enum": [None, *taken], "why": because}
     )
+
+
+_only = only
 
 
 class Known(BaseModel):
@@ -61,7 +64,7 @@ class Known(BaseModel):
     def refusals(self) -> Iterator[str]:
         """A sentence for each field that asks for something that is not to be had."""
         for name, field in type(self).model_fields.items():
-            only: Any = field.json_schema_extra  # where `_only` made the field
+            only: Any = field.json_schema_extra  # where `only` made the field
             if only is not None and (value := getattr(self, name)) not in only["enum"]:
                 allowed = " or ".join(map(shown, only["enum"][1:])) or "left out"
                 yield f"{name} is {shown(value)}; it must be {allowed}: {only['why']}"
@@ -97,6 +100,11 @@ class StreamOptions(Known):
     """End with a piece that holds the usage."""
     continuous_usage_stats: bool = False
     """vLLM's: with `include_usage`, each piece has the usage of its completion so far."""
+
+    @property
+    def is_continuous(self) -> bool:
+        """True if each piece is to have the usage."""
+        return self.include_usage and self.continuous_usage_stats
 
 
 class Sampled(AboutCaller):
@@ -409,108 +417,66 @@ class DetokenizeBody(Body):
     """Ids of the target's vocabulary."""
 
 
-class ResponseItem(Known):
-    """One item of a response's input: a message."""
+class ChatDialect(AboutCaller):
+    """The body of a request that asks for a chat in the words of another API."""
 
-    type: str = "message"
-    role: str
-    content: str | Items[dict[str, Any]]
-    id: str | None = None
-    status: str | None = None
+    limit_name: ClassVar[str] = "max_tokens"
+    """Its word for the maximum of tokens."""
 
-
-class ResponseText(Known):
-    """A response's text."""
-
-    format: dict[str, Any] | None = None
-    """Its form: `text`, `json_object`, or `json_schema` with a `schema`."""
-    verbosity: Any = _only("medium", because="the model has no such setting")
-
-    @property
-    def response_format(self) -> dict[str, Any] | None:
-        """The form as a chat has it."""
-        if self.format is None or self.format.get("type") != "json_schema":
-            return self.format
-        return {"type": "json_schema", "json_schema": {"schema": self.format.get("schema")}}
-
-    def refusals(self) -> Iterator[str]:
-        yield from super().refusals()
-        try:
-            for form in _of_format(self.response_format, "format", "format"):
-                _grammar(*form)
-        except InvalidRequestError as error:
-            yield str(error)
-
-
-class ResponsesBody(AboutCaller):
-    """`POST /v1/responses`: text in, text out."""
-
-    input: str | Items[ResponseItem]
-    """The user's message, or the chat."""
-    instructions: str | None = None
-    """A system message before it."""
-    max_output_tokens: int | None = None
-    """As `max_tokens` of a completion."""
     temperature: float | None = None
     """As of a completion."""
     top_p: float | None = None
     """As of a completion."""
+    top_k: int | None = None
+    """As of a completion."""
+    min_p: float | None = None
+    """As of a completion."""
+    frequency_penalty: float | None = None
+    """As of a completion."""
+    presence_penalty: float | None = None
+    """As of a completion."""
+    repetition_penalty: float | None = None
+    """As of a completion."""
+    seed: int | None = None
+    """As of a completion."""
+    stop_token_ids: Items[int] | None = None
+    """As of a completion."""
+    ignore_eos: bool = False
+    """As of a completion."""
+    skip_special_tokens: bool = True
+    """As of a completion."""
+    include_stop_str_in_output: bool = False
+    """As of a completion."""
+    cache_salt: str | None = None
+    """As of a completion."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """As of a chat."""
     stream: bool | None = None
-    """Send the response as events while it is made."""
-    text: ResponseText | None = None
-    """Its `format` is the text's form."""
-    tools: Items[dict[str, Any]] | None = None
-    """Ignored with `tool_choice: none`; else refused."""
-    tool_choice: str | dict[str, Any] | None = None
-    """Without tools it has no effect."""
-    parallel_tool_calls: bool | None = None
-    """Accepted, without effect."""
-    reasoning: dict[str, Any] | None = None
-    """Only null values are taken: the answer is not split into reasoning and text."""
-    previous_response_id: Any = _only(because="this coordinator does not keep responses")
-    conversation: Any = _only(
-        because="this coordinator does not keep conversations; send all of it as `input`"
-    )
-    prompt: Any = _only(because="this coordinator does not keep prompt templates")
-    previous_input_messages: Any = _only(because="send the whole conversation as `input`")
-    context_management: Any = _only([], because="this coordinator does not shorten prompts")
-    top_logprobs: Any = _only(0, because="a response has no log probabilities")
-    background: Any = _only(False, because="this coordinator does not keep responses")
-    truncation: Any = _only("disabled", because="this coordinator does not shorten prompts")
-    include: Any = _only([], because="no further output exists")
-
-    @property
-    def passed_over(self) -> tuple[str, ...]:
-        return ("tools",) if self.tools and self.tool_choice == "none" else ()
-
-    def refusals(self) -> Iterator[str]:
-        yield from super().refusals()
-        if self.text is not None:
-            yield from (f"text.{sentence}" for sentence in self.text.refusals())
-        if self.tools and not self.passed_over:
-            yield "tools is set; it must be empty, or tool_choice none: tools are called in chat completions"
-        if any(value is not None for value in (self.reasoning or {}).values()):
-            yield "reasoning is set; it must be left out: the answer is not split into reasoning and text"
+    """Send the answer as events while it is made."""
+    num_speculative_tokens: int | None = None
+    """As of a completion."""
+    rejection_sampling_strategy: str | None = None
+    """As of a completion."""
+    speculation: bool = True
+    """As of a completion."""
+    timeout_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """As of a completion."""
+    request_id: str | None = None
+    """As of a completion."""
+    kv_transfer_params: Any = only(because="KV caches are not handed over")
+    vllm_xargs: Any = only({}, because="they are vLLM's own")
 
     def chat(self) -> ChatBody:
-        """The chat that a response answers."""
-        messages = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
-        if isinstance(self.input, str):
-            messages.append(Message(role="user", content=self.input))
-        else:
-            for index, item in enumerate(self.input):
-                if item.type != "message":
-                    raise InvalidRequestError(f"input.{index}.type is {item.type}; it must be message")
-                content = as_one_text(f"input.{index}", item.content, ("input_text", "output_text", "text"))
-                messages.append(Message(role=item.role, content=content))
-        return ChatBody(
-            messages=messages,
-            response_format=None if self.text is None else self.text.response_format,
-            max_completion_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            stream=self.stream,
-        )
+        """The chat that it asks for."""
+        raise NotImplementedError
+
+    def shared_fields(self) -> dict[str, Any]:
+        """The fields that a chat has under the same names."""
+        shared = ChatDialect.model_fields.keys() & ChatBody.model_fields.keys() - {"chat_template_kwargs"}
+        return {
+            name: getattr(self, name)
+            for name in shared & self.model_fields_set - AboutCaller.model_fields.keys()
+        }
 
 
 def as_one_text(name: str, content: Any, kinds: Sequence[str] = ("text",)) -> Any:
@@ -602,6 +568,15 @@ def _of_outputs(value: Mapping[str, Any] | None) -> Iterator[_Form]:
         )
     for name, own in given.items():
         yield name, f"structured_outputs.{name}", own
+
+
+def form_refusals(response_format: Mapping[str, Any] | None, name: str) -> Iterator[str]:
+    """A sentence for what is wrong with a `response_format` that the client gave under another name."""
+    try:
+        for form in _of_format(response_format, name, name):
+            _grammar(*form)
+    except InvalidRequestError as error:
+        yield str(error)
 
 
 def _wrong(name: str, value: Any, wanted: str) -> InvalidRequestError:

@@ -81,7 +81,7 @@ class HttpServer:
         is_full = len(self._server.server_state.connections) > most
         if is_full and scope["path"] not in HEALTH_PATHS:
             sentence = f"more than {most} connections are open, which is the maximum; try again later"
-            await error_response(ServiceUnavailableError(sentence))(scope, receive, send)
+            await error_response(ServiceUnavailableError(sentence), scope["path"])(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 

@@ -21,14 +21,8 @@ from tandem_coordinator.decoding.tokenization import PromptEncoder
 from tandem_coordinator.http.app import requests_of
 from tandem_coordinator.http.bodies import BodyReader, JsonShape, ignored_header
 from tandem_coordinator.http.chat import Chats
-from tandem_coordinator.http.schema import (
-    ChatBody,
-    CompletionBody,
-    Message,
-    ResponsesBody,
-    Sampled,
-    field_rows,
-)
+from tandem_coordinator.http.responses import ResponsesBody
+from tandem_coordinator.http.schema import ChatBody, CompletionBody, Message, Sampled, field_rows
 from tandem_coordinator.requests.plan import Models
 from tandem_coordinator.requests.validation import BoundedRequest, TokenizedRequest
 from tandem_coordinator.settings.coordinator import CoordinatorSettings, HttpOptions

@@ -61,7 +61,11 @@ class CoordinatorService(Service):
         self.steps = (partial(admitted, self.completions),)
         self.replicas = ReplicaRegistry(settings, settings.service_credentials)
         self.administration = Administration(self.completions, self.live_config, self.replicas)
-        self.chats = Chats(settings.chat_template)
+        self.chats = Chats(
+            settings.chat_template,
+            tool_call_parser=settings.tool_call_parser,
+            reasoning_parser=settings.reasoning_parser,
+        )
         self._grammars: CheckedGrammars | None = None
         self._http: HttpServer | None = None
         self._calls: RunningCalls | None = None

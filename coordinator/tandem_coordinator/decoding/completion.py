@@ -12,6 +12,7 @@ from tokenizers.decoders import DecodeStream
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.model.grammar import GrammarState
 from tandem.model.types import Acceptance, Chunk, FinishReason, Grammar, Proposal, SpeculationStats, Summary
+from tandem_coordinator.parsers.forms import THINK_END, THINK_START
 
 # Decoders write this for bytes that are not, or not yet, a character.
 _REPLACEMENT = "\ufffd"
@@ -78,11 +79,6 @@ class StopStrings:
 def _overlap(text: str, string: str) -> int:
     """Length of the longest end of `text` that begins `string` without being all of it."""
     return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)
-
-
-THINK_START = "<think>"
-THINK_END = "</think>"
-"""The markers that reasoning models share."""
 
 
 class ThinkSpans:

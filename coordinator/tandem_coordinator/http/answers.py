@@ -7,12 +7,12 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import isnan
-from typing import Any, Literal
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -25,7 +25,7 @@ from tandem.serving.server import CancelledByEventError, unless
 from tandem_coordinator.http.bodies import HeldBytes, Share
 from tandem_coordinator.http.errors import error_object, known
 from tandem_coordinator.http.schema import Sampled
-from tandem_coordinator.http.tools import CallReader, Parser, Said
+from tandem_coordinator.parsers.reader import CompletionReader, Said
 from tandem_coordinator.stats.speculation import describe, describe_sampling, summed
 
 PART_BYTES = 32 << 10
@@ -83,7 +83,7 @@ def parts(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
 class Choice:
     """One of the completions of a request, as far as it has come."""
 
-    reader: CallReader | None = None
+    reader: CompletionReader | None = None
     """Divides its text; None where all of it is content."""
     contents: list[str] = field(default_factory=list)
     """Of each piece."""
@@ -123,10 +123,10 @@ class Answer(ABC):
         self.choices = [Choice() for _ in range(count)]
         self._per_prompt = asked.body.choices
 
-    def read_calls(self, form: Parser | Literal["demanded"], *, may_call: bool = True) -> None:
-        """Read calls of tools, and harmony's reasoning, out of the completions' texts."""
+    def read_with(self, make_reader: Callable[[], CompletionReader]) -> None:
+        """Divide the completions' texts into content, reasoning and calls of tools."""
         for choice in self.choices:
-            choice.reader = CallReader(form, may_call=may_call)
+            choice.reader = make_reader()
 
     def add(self, index: int, chunk: Chunk) -> Said:
         """Note a piece of one of the completions: what its text is."""

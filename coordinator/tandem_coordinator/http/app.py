@@ -36,8 +36,8 @@ from tandem_coordinator.http.bodies import ALONE_HEADER, BodyReader, BodyT, Held
 from tandem_coordinator.http.chat import Chats
 from tandem_coordinator.http.errors import HttpError, error_response
 from tandem_coordinator.http.messages import CountTokensBody, MessagesAnswer, MessagesBody
+from tandem_coordinator.http.reading import AnswerForms
 from tandem_coordinator.http.responses import ResponseAnswer, ResponsesBody
-from tandem_coordinator.http.tools import HARMONY
 from tandem_coordinator.requests.admission import peer_of_host
 from tandem_coordinator.requests.plan import Models, keep_out
 from tandem_coordinator.requests.runner import RequestRunner
@@ -237,12 +237,10 @@ class App:
         asked = Asked(request_id, self.model_name, models.tokenizer, body, prompt_tokens)
         answer = self._answer(given, asked, len(requests))
         if isinstance(body, schema.ChatBody):
-            is_bound, calls = requests[0].grammar is not None, self._chats.calls
-            assert calls is not None, "the template has made the prompt"
-            if body.may_call and body.tool_choice not in (None, "auto"):
-                answer.read_calls("demanded")
-            elif body.may_call or (calls == HARMONY and not is_bound):
-                answer.read_calls(calls, may_call=body.may_call)
+            forms = AnswerForms.of(body, requests[0].grammar, self._chats)
+            if not forms.is_empty:
+                prompt = await ids_of(requests[0].prompt, models, bounds)
+                answer.read_with(forms.readers(body, prompt, models.tokenizer))
         traceparent = request.headers.get("traceparent", "")
         peer = "" if request.client is None else peer_of_host(request.client.host)
         token = protection.caller_token(_authorization(request.headers), self._known_tokens())
@@ -367,7 +365,7 @@ class App:
     async def page_status(self, request: Request) -> Response:
         # The decisions may be hundreds, and the page asks often.
         status = plain(replace(await self._status(), decisions=()))
-        status |= {"chat": self._chats.calls is not None, "instruct": self._chats.is_instruct}
+        status |= {"chat": self._chats.has_template, "instruct": self._chats.is_instruct}
         return JSONResponse(status, headers={"Cache-Control": "no-store"})
 
     async def page_file(self, request: Request) -> Response:
@@ -449,8 +447,10 @@ async def requests_of(
         # may be what is wrong.
         refuse(sentences + await _broken_later(_request(body, prompts[0], 0), models, bounds))
     common: dict[str, Any] = {"grammar": body.grammar}
-    if isinstance(body, schema.ChatBody) and chats.calls == HARMONY:
-        common["with_special_tokens"] = True
+    if isinstance(body, schema.ChatBody):
+        forms = AnswerForms.of(body, common["grammar"], chats)
+        if forms.has_special_tokens(models.tokenizer):
+            common["with_special_tokens"] = True
     return [_request(body, prompt, choice, **common) for prompt in prompts for choice in range(body.choices)]
 
 

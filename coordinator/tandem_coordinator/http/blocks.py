@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from tandem.model.types import Chunk, FinishReason
 from tandem_coordinator.http.answers import Answer, Asked, data_line
-from tandem_coordinator.http.tools import Said
+from tandem_coordinator.parsers.reader import Said
 
 
 class BlockKind(Enum):

@@ -15,7 +15,16 @@ from typing import Any
 from tandem.bounded.process import BoundedProcess, JobError
 from tandem.errors import ConfigurationError, InvalidRequestError, ModelFolderError, plural
 from tandem_coordinator.http.schema import as_one_text
-from tandem_coordinator.http.tools import Parser, parser_of, readable
+from tandem_coordinator.http.tools import readable
+from tandem_coordinator.parsers.forms import (
+    AUTO,
+    HARMONY,
+    HARMONY_REASONING,
+    CallForm,
+    ReasoningForm,
+    call_form,
+    reasoning_form,
+)
 from tandem_coordinator.settings.coordinator import MAX_CHAT_MESSAGES
 
 logger = logging.getLogger(__name__)
@@ -31,12 +40,18 @@ Message = Mapping[str, Any]
 class Chats:
     """Makes prompts of chats by the configured template, else by the model's own, in a process of its own."""
 
-    calls: Parser | None = None
-    """Form in which the model writes calls of tools; None until `meet`, and where there is no template."""
+    call_form: CallForm | None = None
+    """Form in which the model writes calls of tools; None until `meet`, and where none is read."""
+    reasoning_form: ReasoningForm | None = None
+    """Form in which the model writes reasoning; likewise."""
     is_instruct = False
     """True if the template marks who speaks, as templates of models that were trained on chats do."""
 
-    def __init__(self, override: Path | None) -> None:
+    def __init__(
+        self, override: Path | None, *, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
+    ) -> None:
+        self._tool_call_parser = tool_call_parser
+        self._reasoning_parser = reasoning_parser
         try:
             self._override = None if override is None else override.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -57,7 +72,11 @@ class Chats:
         if len(source.encode("utf-8", "surrogatepass")) > MAX_SOURCE_BYTES:
             size = f"the chat template of {name} has {len(source)} characters"
             raise refusal(f"{size}; it must have at most {MAX_SOURCE_BYTES} bytes")
-        self.calls, self.is_instruct = parser_of(source), "assistant" in source
+        self.is_instruct = "assistant" in source
+        self.call_form = call_form(self._tool_call_parser, source)
+        self.reasoning_form = reasoning_form(self._reasoning_parser, source)
+        if self.reasoning_form is HARMONY_REASONING:
+            self.call_form = HARMONY  # its messages are reasoning, calls and text
         self._special_tokens = _special_tokens(config)
         worker = f"{__package__}.chat_worker"
         self._process = BoundedProcess(worker, "chats wait for their prompts", {"source": source})
@@ -67,6 +86,10 @@ class Chats:
             except JobError as error:
                 self.close()
                 raise refusal(f"the chat template of {name} cannot be compiled: it {error}") from None
+
+    @property
+    def has_template(self) -> bool:
+        return self._process is not None
 
     def close(self) -> None:
         """End the process. A chat in progress gets no answer."""

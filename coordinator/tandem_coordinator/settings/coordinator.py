@@ -20,6 +20,7 @@ from tandem.rpc.addresses import is_loopback, split_addresses
 from tandem.rpc.credentials import Credentials
 from tandem.serving.protection import AdminOptions, exposure_rule
 from tandem.serving.scopes import SharedKinds
+from tandem_coordinator.parsers.forms import AUTO, CALL_PARSERS, REASONING_PARSERS, known_name
 from tandem_coordinator.settings.sampling import SamplingOptions
 
 MAX_SPECULATIVE_TOKENS = 32
@@ -175,6 +176,11 @@ class HttpOptions(Options):
     """Name of the model in OpenAI's API. By default the name of the target's folder. Name and meaning are vLLM's."""
     chat_template: Path | None = None
     """Jinja template for chats, in place of the model's own. Name and meaning are vLLM's."""
+    tool_call_parser: Annotated[str, AfterValidator(known_name(CALL_PARSERS))] = AUTO
+    """Form in which the model writes calls of tools, by the name of vLLM's parser for it. auto: the one that the chat
+    template has. none: calls are not read. docs/tool-calls.md lists the names."""
+    reasoning_parser: Annotated[str, AfterValidator(known_name(REASONING_PARSERS))] = AUTO
+    """Form in which the model writes reasoning, likewise. none: it stays in the content."""
     strict_requests: bool = False
     """Refuse unknown fields of requests by name. Otherwise they are ignored: each is logged once, and named in the
     header X-Tandem-Ignored. Tandem's own."""

@@ -94,8 +94,8 @@ async def test_a_template_is_found_in_every_place_where_models_keep_it(make: Mak
         return await (await make(sent, override)).prompt(CHAT)
 
     (tmp_path / "own.jinja").write_text("three")
-    assert (await make({})).calls is None
-    assert (await make(files(eos_token="x"))).calls is None
+    assert not (await make({})).has_template
+    assert not (await make(files(eos_token="x"))).has_template
     assert await prompt(files(chat_template="one")) == "one"
     several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     assert await prompt(files(chat_template=several)) == "plain"
@@ -126,7 +126,7 @@ async def test_files_without_a_template_give_none_or_an_error(
     sent: dict[str, bytes], sentence: str, make: Make
 ) -> None:
     if not sentence:
-        assert (await make(sent)).calls is None
+        assert not (await make(sent)).has_template
         return
     with pytest.raises(ModelFolderError, match=sentence):
         await make(sent)

@@ -18,15 +18,13 @@ from tandem.acceptance.rounds import Decide, Round, decide_each
 from tandem.acceptance.strategies import AcceptanceRule
 from tandem.errors import ConfigurationError, InvalidRequestError, NonFiniteLogitsError, TandemError
 from tandem.model.grammar import GrammarState, MaskArray
-from tandem.model.outcome_table import OutcomeTable
+from tandem.model.leading import Leading, decided_outcome, read_outcome
 from tandem.model.sampling.noise import recovery_keys, target_keys
 from tandem.model.types import (
     Acceptance,
-    Delta,
     GoesOn,
     IntArray,
     ModelInfo,
-    NextToken,
     Proposal,
     RowKind,
     TargetOptions,
@@ -58,8 +56,8 @@ class RowRequest:
     """The grammar of the completion; None for any text. Of the sequence, so that it is not shared."""
     on_led: Callable[[RowRequest, Verification | TandemError], None] | None = None
     """Takes the requests that go on by themselves with their answers, in order, on the event loop."""
-    outcomes: OutcomeTable = field(default_factory=OutcomeTable)
-    """The draft's proposals after the likely outcomes of the step."""
+    leading: Leading = field(default_factory=Leading)
+    """How the sequence goes on by itself behind the step."""
     rule: AcceptanceRule | None = None
     """Decides on proposals of the target's own head; None where it makes none."""
     proposal: Proposal | None = None
@@ -89,7 +87,7 @@ class RowRequest:
         """The request with what the target's own head has proposed."""
         assert self.rule is not None, "only a target with a head takes such steps"
         step = self.rule.step_with(self.step, proposal)
-        return RowRequest(step, self.options, self.grammar, self.on_led, self.outcomes, self.rule, proposal)
+        return RowRequest(step, self.options, self.grammar, self.on_led, self.leading, self.rule, proposal)
 
     def go_on(
         self, answer: Verification, acceptance: Acceptance | None = None, token_ids: Sequence[int] = ()
@@ -99,61 +97,30 @@ class RowRequest:
         Args:
             answer: To this request.
             acceptance: What the rule decides on the proposal of the target's own head. Behind a given one the row of
-                each token decides, and the table of outcomes as it is now.
+                each token decides.
             token_ids: All of the sequence's, where a grammar asks for them.
         """
-        goes_on = self._find_given(answer) if self.proposal is None else self._find_own(answer, acceptance)
+        if self.proposal is None:
+            outcome = read_outcome(self.step, answer)
+        else:
+            outcome = decided_outcome(answer, self.proposal, acceptance)
+        goes_on = self.leading.find(outcome, self.options)
         if goes_on is None:
             return answer, None
         if self.grammar is not None and self._is_forced(self.grammar, goes_on, token_ids):
             return answer, None
         told = Verification(answer.base_length, answer.rows, answer.cost, answer.proposal, goes_on)
-        return told, self._led(goes_on)
+        return told, self._behind(goes_on)
 
     def following(self, answer: Verification) -> RowRequest | None:
         """The request with which the sequence goes on by itself, as an answer says; None where it does not."""
-        return None if answer.goes_on is None else self._led(answer.goes_on)
+        return None if answer.goes_on is None else self._behind(answer.goes_on)
 
-    def _find_given(self, answer: Verification) -> GoesOn | None:
-        """The step behind this one with what the draft has pushed; None without one."""
-        options = self.options
-        delta = self.step.led_delta(answer, options.end_token_ids, options.max_length, self.outcomes.find)
-        if delta is None:
-            return None
-        accepted = delta.base_length - answer.base_length
-        room = options.max_length - delta.base_length - 2
-        if not self.outcomes.suffices(answer.base_length, accepted, delta.token_ids[0], room):
-            return None
-        return GoesOn(delta)
-
-    def _find_own(self, answer: Verification, acceptance: Acceptance | None) -> GoesOn | None:
-        """The step behind this one, for which the target's own head proposes; None without one."""
-        options = self.options
-        if acceptance is None or acceptance.next_token is NextToken.NONE or self.proposal is None:
-            return None
-        base_length = answer.base_length + acceptance.accepted_count
-        if options.max_length - base_length <= 1:
-            return None
-        if any(token_id in options.end_token_ids for token_id in acceptance.kept(self.proposal)):
-            return None
-        return GoesOn(Delta(base_length, (acceptance.next_token_id,)), self.outcomes.own_tokens)
-
-    def _led(self, goes_on: GoesOn) -> RowRequest:
-        delta, own_tokens = goes_on
-        step = self.step
-        if own_tokens is None:
-            led = VerifyStep(delta, RowKind.TOKEN, len(delta.token_ids), lead=step.lead)
-        else:
-            led = VerifyStep(
-                delta,
-                self.outcomes.row_kind,
-                1,
-                with_statistics=step.with_statistics,
-                lead=step.lead,
-                own_tokens=own_tokens,
-            )
+    def _behind(self, goes_on: GoesOn) -> RowRequest:
+        """The request of a led step."""
+        step = self.leading.step(goes_on, self.step.lead)
         # For every sequence between two steps of the target: `replace` takes three times as long.
-        return RowRequest(led, self.options, self.grammar, self.on_led, self.outcomes, self.rule)
+        return RowRequest(step, self.options, self.grammar, self.on_led, self.leading, self.rule)
 
     def _is_forced(self, grammar: GrammarState, goes_on: GoesOn, token_ids: Sequence[int]) -> bool:
         """True if the completion ends behind the outcome's last token, or the coordinator proposes as many tokens there

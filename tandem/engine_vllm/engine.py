@@ -28,7 +28,7 @@ from tandem.engine_vllm.adapter import Core, gpus_to_itself, load_core, uses_v2_
 from tandem.engine_vllm.cache import BlockCache
 from tandem.engine_vllm.worker import EXTENSION, NO_PROPOSER
 from tandem.errors import ConfigurationError
-from tandem.model.outcome_table import OutcomeTable
+from tandem.model.leading import Leading
 from tandem.model.types import ModelInfo, Verification
 from tandem.model_sources.hub import model_name
 
@@ -198,7 +198,7 @@ class VllmModel:
     def verify(self, requests: SequenceOf[RowRequest], logits: RemoteLogits) -> list[Verification | None]:
         if not self._core.has_one_process:  # what belongs to the event loop cannot be pickled
             requests = [
-                each if each.on_led is None else replace(each, on_led=None, outcomes=OutcomeTable())
+                each if each.on_led is None else replace(each, on_led=None, leading=Leading())
                 for each in requests
             ]
         return logits.apply(verifications, requests)

@@ -8,7 +8,7 @@ frozen all the same, since a frozen dataclass takes three times as long to make.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from itertools import chain
@@ -558,28 +558,6 @@ class VerifyStep:
     own_tokens: int | None = None
     """Maximum tokens that the target's own head proposes behind the delta: a row for each of them comes before the
     last. None: the proposal is given, at the end of the delta."""
-
-    def led_delta(
-        self,
-        answer: Verification,
-        end_token_ids: Collection[int],
-        max_length: int,
-        proposal: Callable[[int, int, int], Sequence[int]],
-    ) -> Delta | None:
-        """The delta with which a target can go on by itself behind the answer to this step; None where it may not, or
-        where the sequence ends. `proposal` finds what the draft proposes after an outcome, by the answer's base length,
-        the number of accepted tokens, and the token that follows them."""
-        if not self.lead or self.row_kind is not RowKind.TOKEN:
-            return None
-        token_ids = [row.token_id for row in answer.rows if isinstance(row, TokenRow)]
-        proposed = self.delta.token_ids[len(self.delta.token_ids) - self.row_count + 1 :]
-        accepted = common_length(proposed, token_ids)
-        base_length, token_id = answer.base_length + accepted, token_ids[accepted]
-        room = max_length - base_length - 1
-        if room <= 0 or any(each in end_token_ids for each in token_ids[: accepted + 1]):
-            return None
-        following = proposal(answer.base_length, accepted, token_id)[: room - 1]
-        return Delta(base_length, (token_id, *following))
 
 
 @dataclass(frozen=True, slots=True)

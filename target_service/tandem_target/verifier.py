@@ -14,7 +14,7 @@ from tandem.acceptance.strategies import AcceptanceRule, rule_of
 from tandem.engine.interface import EngineOwner, RowRequest, SequenceEngine, non_finite_logits_logged
 from tandem.errors import InvalidRequestError, TandemError
 from tandem.model.grammar import Grammars, GrammarState
-from tandem.model.outcome_table import OutcomeTable
+from tandem.model.leading import Leading
 from tandem.model.types import (
     ENDED,
     DraftedOutcomes,
@@ -117,7 +117,7 @@ class VerifiedSequence:
     """Steps with which it goes on by itself and which nobody has asked for, as far as answers tell: the engine's thread
     is further. Each step that is asked for begins another."""
     _asked_count: int = field(default=0, init=False)
-    _outcomes: OutcomeTable = field(default_factory=OutcomeTable, init=False)
+    _leading: Leading = field(default_factory=Leading, init=False)
 
     def __post_init__(self) -> None:
         self._vocabulary_size = self.engine.info.vocabulary_size
@@ -130,7 +130,7 @@ class VerifiedSequence:
             return False
         self._unasked.popleft()
         self._asked_count += 1
-        self._outcomes.ask(step)
+        self._leading.ask(step)
         self.kept_length = step.delta.length
         self.engine.grant(self.cached, self._asked_count, step.lead)
         return True
@@ -145,7 +145,7 @@ class VerifiedSequence:
             raise InvalidRequestError(
                 f"an outcome holds an id outside the vocabulary; ids must be in 0..{self._vocabulary_size - 1}"
             )
-        self._outcomes.add(drafted)
+        self._leading.add(drafted)
 
     def end_lead(self) -> None:
         """Take no further answers to steps that nobody asked for."""
@@ -170,11 +170,11 @@ class VerifiedSequence:
                 "the step has own_head; this target has no drafting head of its own, or open has no acceptance_rule"
             )
         self.kept_length = step.delta.base_length + len(step.delta.token_ids) - max(step.row_count - 1, 0)
-        self._outcomes.ask(step)
+        self._leading.ask(step)
         self.end_lead()
         unasked = self._unasked
         request = RowRequest(
-            step, self.options, self.grammar, partial(self._led, unasked), self._outcomes, self.rule
+            step, self.options, self.grammar, partial(self._led, unasked), self._leading, self.rule
         )
         with non_finite_logits_logged(self.options.request_id):
             answer = await self.engine.run(self.cached, request)

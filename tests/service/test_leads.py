@@ -16,6 +16,7 @@ from tandem.clients.client import Completed
 from tandem.engine.interface import RowRequest
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import TandemError
+from tandem.model.leading import Leading, read_outcome
 from tandem.model.types import (
     Delta,
     GenerationRequest,
@@ -123,16 +124,13 @@ class LeadingEngine:
         return request.go_on(answer)[0]
 
     async def _outcomes(self, request: RowRequest, answer: Verification) -> None:
+        """Wait until the draft has pushed what follows the outcome, unless the sequence ends there."""
         until = asyncio.get_running_loop().time() + self.patience_seconds
-        whole = (0,) * request.outcomes.min_proposed
-        following = request.step.led_delta(
-            answer, request.options.end_token_ids, request.options.max_length, lambda *_: whole
-        )
-        while following is not None and asyncio.get_running_loop().time() < until:
-            delta = request.step.led_delta(
-                answer, request.options.end_token_ids, request.options.max_length, request.outcomes.find
-            )
-            if delta is None or len(delta.token_ids) >= len(following.token_ids):
+        outcome = read_outcome(request.step, answer)
+        if Leading().find(outcome, request.options) is None:
+            return
+        while asyncio.get_running_loop().time() < until:
+            if request.leading.find(outcome, request.options) is not None:
                 return
             await asyncio.sleep(0.001)
 

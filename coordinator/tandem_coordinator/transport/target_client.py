@@ -20,7 +20,7 @@ from tandem.acceptance.rounds import MessageRounds, Round
 from tandem.acceptance.strategies import AcceptanceRule, resolve
 from tandem.config import SpeculativeConfig
 from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
-from tandem.model.outcome_table import OutcomeTable
+from tandem.model.leading import Leading, read_outcome
 from tandem.model.types import (
     NO_LEAD,
     Delta,
@@ -272,8 +272,8 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
         self.pending: Pending | None = None
         """The target's word on the step that was last asked again; None before it has come."""
         self._led = _LedRounds()
-        self._outcomes = OutcomeTable()
-        """As the target has it."""
+        self._leading = Leading()
+        """With what the target has of the draft."""
         self._unwanted = 0
         """Answers that may come of a lead that has ended, each of which began another round."""
         self.stats = LeadStats()
@@ -350,7 +350,7 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
 
     def pass_on(self, drafted: DraftedOutcomes) -> None:
         """Tell the target what the draft proposes after outcomes of the round in progress."""
-        if self._asked is not None and self._outcomes.add(drafted):
+        if self._asked is not None and self._leading.add(drafted):
             self.send(drafted)
 
     async def finish(self) -> None:
@@ -403,7 +403,7 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
             step = self._rows.rule.step_with(step, proposal)
         verification = answer.verification(step)
         check_rows(verification, self._rows.vocabulary_size, with_statistics=step.with_statistics)
-        self._led.next = self._announced(step, verification, proposal)
+        self._led.next = self._check_announced(step, verification, proposal)
         if step.row_kind is RowKind.SUPPORT and (decide := self._rows.rule.decide_many) is not None:
             own = Round(proposal, verification, self._options.sampling)
             return self._rounds.add(answer.message, decide, own)
@@ -486,8 +486,8 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
         self.stats.wasted += self._unwanted > 0
         self._unwanted = max(self._unwanted - 1, 0)
 
-    def _announced(self, step: VerifyStep, answer: Verification, proposal: Proposal) -> GoesOn | None:
-        """How the target says that it goes on behind this answer."""
+    def _check_announced(self, step: VerifyStep, answer: Verification, proposal: Proposal) -> GoesOn | None:
+        """How the target says that it goes on behind this answer, as far as it may."""
         announced = answer.goes_on
         if announced is None:
             return None
@@ -496,10 +496,10 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
             self._check_outcome(announced, answer, proposal)
             return announced
         said = announced.delta
-        options = self._options
-        delta = step.led_delta(answer, options.end_token_ids, options.max_length, self._outcomes.find)
-        if delta is None:
+        expected = self._leading.find(read_outcome(step, answer), self._options)
+        if expected is None:
             raise ProtocolError("target service: it goes on where it may not")
+        delta = expected.delta
         # It may have known fewer of the draft's tokens when it decided.
         known = tuple(delta.token_ids[: len(said.token_ids)])
         if (said.base_length, said.token_ids) != (delta.base_length, known):

@@ -319,6 +319,7 @@ async def drafted_for(sequence: DraftedSequence, *, is_whole: bool) -> Round:
 def asked(how: str, **options: Any) -> DraftOptions:
     """Options of a sequence that is drafted ahead for."""
     mapping, sampling, kind = AHEAD[how]
+    options.setdefault("scope", "a scope")  # over vLLM a sequence without one has no branches
     return DraftOptions("r", sampling, row_kind=kind, ahead=BUDGET, vocabulary_mapping=mapping, **options)
 
 

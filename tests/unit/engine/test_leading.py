@@ -42,7 +42,7 @@ def begun_behind(
     asked = own.own_step(Delta(base, (0,)), own.row_kinds[0], 1, 2, 4)
     options = TargetOptions("r", sampling, 64, end_token_ids=ends)
     request = RowRequest(asked, options, rule=own)
-    request.outcomes.ask(asked)
+    request.leading.ask(asked)
     request = request.with_proposal(proposal)
     (acceptance,) = decide_own([request], [verification])
     told, following = request.go_on(verification, acceptance)

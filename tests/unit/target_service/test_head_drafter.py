@@ -329,11 +329,12 @@ async def test_a_proposal_has_a_token_of_each_medusa_head_at_most(
     head = save_medusa(tmp_path / "head", model)
     with caplog.at_level(logging.WARNING):
         async with running(folder, head) as verifier:
-            request = Request(verifier, "one", PROMPTS[0], token_count=6)
+            # Said once for each number in a process
+            request = Request(verifier, "one", PROMPTS[0], token_count=11)
             await request.run(4)
     lengths = [len(proposal) for _, proposal in request.proposals]
     assert lengths == [0] + [4] * (len(lengths) - 1)
-    sentence = "6 tokens were asked for, but the draft has 4 heads, which propose one token each"
+    sentence = "11 tokens were asked for, but the draft has 4 heads, which propose one token each"
     assert sum(record.getMessage().startswith(sentence) for record in caplog.records) == 1
 
 

@@ -239,7 +239,7 @@ class ChoicesAnswer(Answer):
     def _describe(self, index: int, logprobs: dict[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:
         reader, summary = self.choices[index].reader, self.choices[index].summary
         reason = summary and summary.finish_reason
-        has_called = reader is not None and reader.calls and reason is FinishReason.STOP
+        has_called = reader is not None and reader.has_called and reason is FinishReason.STOP
         return {
             "logprobs": {**logprobs, **self.beside_logprobs} if logprobs else None,
             "index": index,

@@ -120,12 +120,6 @@ class CallForm:
         return tuple(filter(None, found))
 
 
-def _deepseek(words: str) -> str:
-    """A special token of DeepSeek's: with fullwidth bars, and SentencePiece's block for a space."""
-    bar = "\N{FULLWIDTH VERTICAL LINE}"
-    return f"<{bar}{words}{bar}>".replace(" ", "\N{LOWER ONE EIGHTH BLOCK}")
-
-
 HARMONY = CallForm(
     ("openai",),
     template=("<|channel|>",),
@@ -178,27 +172,27 @@ CALL_FORMS: tuple[CallForm, ...] = (
     # DeepSeek V3 and R1
     CallForm(
         ("deepseek_v3",),
-        template=(_deepseek("tool sep"),),
+        template=("<｜tool▁sep｜>",),
         template_too="```json",
         syntax=NamedCalls(
-            start=_deepseek("tool call begin"),
-            kind="function" + _deepseek("tool sep"),
+            start="<｜tool▁call▁begin｜>",
+            kind="function<｜tool▁sep｜>",
             before_arguments="```json",
-            end="```" + _deepseek("tool call end"),
+            end="```<｜tool▁call▁end｜>",
         ),
-        begins=(_deepseek("tool calls begin"),),
-        ends=(_deepseek("tool calls end"),),
+        begins=("<｜tool▁calls▁begin｜>",),
+        ends=("<｜tool▁calls▁end｜>",),
     ),
     CallForm(
         ("deepseek_v31",),
-        template=(_deepseek("tool sep"),),
+        template=("<｜tool▁sep｜>",),
         syntax=NamedCalls(
-            start=_deepseek("tool call begin"),
-            before_arguments=_deepseek("tool sep"),
-            end=_deepseek("tool call end"),
+            start="<｜tool▁call▁begin｜>",
+            before_arguments="<｜tool▁sep｜>",
+            end="<｜tool▁call▁end｜>",
         ),
-        begins=(_deepseek("tool calls begin"),),
-        ends=(_deepseek("tool calls end"),),
+        begins=("<｜tool▁calls▁begin｜>",),
+        ends=("<｜tool▁calls▁end｜>",),
     ),
     # Mistral: a list of objects up to version 3 of its tokenizers, then a name and its arguments
     CallForm(

@@ -46,8 +46,23 @@ _Found = Generator[None, str, str | None]
 
 
 @dataclass(slots=True)
+class _Call:
+    """A call, as far as it is written."""
+
+    name: str
+    arguments: list[str] = field(default_factory=list)
+    """In pieces."""
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex}")
+
+    def described(self, arguments: str) -> dict[str, Any]:
+        """The call with these arguments in OpenAI's form."""
+        function = {"name": self.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(slots=True)
 class _ObjectCall:
-    """A call that is written as an object, as far as it is read."""
+    """An object that may be a call, as far as it is read."""
 
     name: str = ""
     arguments: str | None = None
@@ -87,8 +102,7 @@ class CompletionReader:
             functions: The tools of the request by name, whose schemas give types to values that are plain text.
             may_call: False if the request has no tools: calls in a form that has reasoning too are content then.
         """
-        self.calls: list[dict[str, Any]] = []
-        """Calls as far as they are written, as the whole answer shows them."""
+        self._calls: list[_Call] = []
         self._form = calls
         self._reasoning_form = reasoning
         self._has_begun_reasoning = has_begun_reasoning
@@ -98,7 +112,7 @@ class CompletionReader:
         self._reasoning: list[str] = []
         self._deltas: list[dict[str, Any]] = []
         self._fragments: list[str] = []
-        """Of the last call's arguments: those that this piece of the text has added."""
+        """Of the last call's arguments, which this piece of the text has added."""
         self._held: list[str] = []
         """Characters that may be content or a call's form."""
         self._keep: Callable[[str], None] = self._held.append
@@ -108,6 +122,16 @@ class CompletionReader:
         is_harmony = calls is not None and isinstance(calls.syntax, ChannelMessages)
         self._reading = self._read_messages(calls) if calls and is_harmony else self._read_text()
         next(self._reading)
+
+    @property
+    def has_called(self) -> bool:
+        """True once there is a call."""
+        return bool(self._calls)
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The calls as far as they are written, as a whole answer shows them."""
+        return [call.described("".join(call.arguments)) for call in self._calls]
 
     def read(self, text: str, *, is_last: bool = False) -> Said:
         """More of the text, divided; the last piece has what was held back."""
@@ -140,11 +164,9 @@ class CompletionReader:
 
     def _begin_call(self, name: str) -> None:
         self._end_fragments()
-        described = {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
-        self._deltas.append(
-            {"index": len(self.calls), **described, "function": {"name": name, "arguments": ""}}
-        )
-        self.calls.append({**described, "function": {"name": name, "arguments": ""}})
+        call = _Call(name)
+        self._deltas.append({"index": len(self._calls), **call.described("")})
+        self._calls.append(call)
         self._held.clear()
 
     def _end_fragments(self) -> None:
@@ -153,8 +175,8 @@ class CompletionReader:
         self._fragments.clear()
         if not fragment:
             return
-        index = len(self.calls) - 1
-        self.calls[index]["function"]["arguments"] += fragment
+        index = len(self._calls) - 1
+        self._calls[index].arguments.append(fragment)
         if not self._deltas or self._deltas[-1]["index"] != index:
             self._deltas.append({"index": index, "function": {"arguments": ""}})
         self._deltas[-1]["function"]["arguments"] += fragment
@@ -431,14 +453,11 @@ class CompletionReader:
     # ---- calls as a name and an object
 
     def _read_named(self, syntax: NamedCalls, *, has_start: bool) -> _Found:
-        """Read a call, and those that follow it without a mark of their group."""
-        while True:
-            if not (yield from self._read_named_call(syntax, has_start=has_start)):
-                return None
-            yield from self._pass_over_form()
-            if not syntax.start or not (yield from self._read_word(syntax.start)):
-                return ""
-            has_start = True
+        """Read a call."""
+        if not (yield from self._read_named_call(syntax, has_start=has_start)):
+            return None
+        yield from self._pass_over_form()
+        return ""
 
     def _read_named_call(self, syntax: NamedCalls, *, has_start: bool) -> Generator[None, str, bool]:
         """Read a call; False where something else came."""

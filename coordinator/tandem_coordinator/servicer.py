@@ -89,8 +89,10 @@ class GenerationServicer(GenerationServiceServicer):
             limit = _max_text_bytes(models, bounds) + MAX_CHAT_MESSAGES * _MESSAGE_BYTES
             request = await self._parse(generation_pb2.RenderChatRequest, request, limit)
         messages = [asdict(each) for each in chat_from_proto(request)]
-        text = await self._chats.prompt(messages, max_bytes=bounds.max_prompt_bytes)
-        return chat_prompt_to_proto(await models.encode(text, bounds, add_special_tokens=False))
+        with self._completions.preparation(peer_of_grpc(context.peer()), traceparent_of(context)):
+            text = await self._chats.prompt(messages, max_bytes=bounds.max_prompt_bytes)
+            token_ids = await models.encode(text, bounds, add_special_tokens=False)
+        return chat_prompt_to_proto(token_ids)
 
     async def _parse(self, kind: type[MessageT], content: bytes, limit: int) -> MessageT:
         if len(content) > limit:

@@ -164,7 +164,8 @@ def relaxed(rule: TokenRule, top_k: int, delta: float) -> TokenRule:
         if not is_inside(own, index):
             return rule.passes(own, index, noise)
         target = token_statistics(own, index)
-        return target.rank < top_k and target.prob >= target.max_prob - delta
+        # A token that a grammar or a truncation forbids has no probability, and may be within `delta` all the same
+        return target.rank < top_k and target.prob > 0.0 and target.prob >= target.max_prob - delta
 
     def follow(own: Round, count: int, noise: Noise) -> Acceptance:
         if is_inside(own, count):

@@ -13,12 +13,8 @@ from contextlib import suppress
 from typing import Any, BinaryIO, cast
 
 from tandem.bounded.worker import CPU_SECONDS, REAL_SECONDS, read_message, write_message
-from tandem.errors import CapacityError
 
 logger = logging.getLogger(__name__)
-
-MAX_WAITING = 64
-"""Jobs that wait, one being done at a time. Few: a job takes milliseconds."""
 
 _KEPT_ENVIRONMENT = ("TZ", "LANG", "LC_ALL", "LC_TIME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME")
 """Environment variables for the process: the time zone and Python's paths, but no tokens."""
@@ -29,29 +25,21 @@ class JobError(Exception):
 
 
 class BoundedProcess:
-    """A process that answers jobs. One thread waits for it, so the event loop never does; `close` ends both."""
+    """A process that answers jobs, one at a time. One thread waits for it, so the event loop never does; `close` ends
+    both. Its users bound how many jobs wait: whoever has one counts as a request that runs or waits."""
 
-    def __init__(self, module: str, waiting: str, first: Any = None) -> None:
+    def __init__(self, module: str, first: Any = None) -> None:
         """`module` is what it runs (see `tandem.bounded.worker.work`); `first` is a message before all others, without
         which the process is of no use."""
         self._module = module
-        self._waiters = waiting
         self._first = first
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=module.rpartition(".")[2])
         self._process: subprocess.Popen[bytes] | None = None
-        self._waiting = 0
         self._is_closed = False
 
     async def answer(self, job: Any) -> dict[str, Any]:
-        """The answer to a job; None only starts the process. A JobError says why there is none, a CapacityError that
-        too many wait."""
-        if self._waiting >= MAX_WAITING:
-            raise CapacityError(f"{self._waiting} {self._waiters}; try again later")
-        self._waiting += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, job)
-        finally:
-            self._waiting -= 1
+        """The answer to a job; None only starts the process. A JobError says why there is none."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, job)
 
     def close(self) -> None:
         """End the process. A job in progress gets no answer."""

@@ -25,8 +25,7 @@ from tandem.rpc.credentials import Credentials
 from tandem.v1 import generation_pb2
 from tandem.wire.status import retry_after_seconds
 from tandem_coordinator import servicer
-from tandem_coordinator.decoding.tokenization import PromptEncoder
-from tandem_coordinator.http import answers as logprobs
+from tandem_coordinator.decoding.tokenization import PromptEncoder, TokenTexts
 from tandem_coordinator.requests.admission import LARGE_BYTES
 from tandem_coordinator.telemetry.observer import Observer, RequestObserver
 from tests.service.clients import complete, until
@@ -98,7 +97,7 @@ async def test_large_messages_are_bounded_before_they_are_parsed(monkeypatch: py
         )
         assert (code, expected) == (
             grpc.StatusCode.INVALID_ARGUMENT,
-            "the number of stop strings is 100000; it must be at most 16",
+            "stop has 100000 strings; it must be at most 16",
         )
         message = generation_pb2.GenerateRequest()
         message.token_ids.token_ids.extend([1] * 100_000)
@@ -214,15 +213,15 @@ async def test_the_event_loop_runs_while_a_large_answer_is_built(
 ) -> None:
     """Each turn of the event loop renders at most one chunk of one completion."""
     rendered: Counter[int] = Counter()
-    token_text = logprobs.token_text
+    text_of = TokenTexts.text
     async with http_cluster(FakeTarget(), chat_template=template) as cluster:
         ticker = Ticker()
 
-        def counted(*arguments: Any) -> str:
+        def counted(texts: TokenTexts, token_id: int) -> str:
             rendered[ticker.turns] += 1
-            return token_text(*arguments)
+            return text_of(texts, token_id)
 
-        monkeypatch.setattr(logprobs, "token_text", counted)
+        monkeypatch.setattr(TokenTexts, "text", counted)
         answer = await cluster.http.post(path, json=BODIES[path])
         ticker.stop()
     assert answer.status_code == 200, answer.text

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from tokenizers import Encoding, Tokenizer
@@ -78,6 +79,72 @@ def _max_shrinkage(steps: Iterable[dict[str, Any]]) -> int | None:
 def _size(text: str) -> int:
     return len(text.encode())
 
+
+# ---- single tokens
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE_MARK = "\u2581"
+"""Stands for a space in SentencePiece's spelling."""
+
+
+def _bytes_by_mark() -> dict[str, int]:
+    """The byte that each character of a byte-level token stands for: GPT-2's table, in which printable bytes stand for
+    themselves, and the others are counted from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    marks = {chr(byte): byte for byte in printable}
+    marks |= {chr(256 + number): byte for number, byte in enumerate(others)}
+    return marks
+
+
+_BYTES_BY_MARK = _bytes_by_mark()
+
+
+class TokenTexts:
+    """Texts and bytes of single tokens, to show them beside a completion's text."""
+
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
+        """With `as_ids`, texts are of vLLM's form `token_id:{id}`."""
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def text(self, token_id: int) -> str:
+        """A token as text. One that is only a part of a character is shown as the tokenizer spells it."""
+        return f"token_id:{token_id}" if self._as_ids else self._text(token_id)
+
+    def bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a completion's text, also where they are only a part of a character. A
+        tokenizer that drops the space before a text's first word does so in the text alone."""
+        added = self._added.get(token_id)
+        if added is not None:
+            return added.encode("utf-8", "replace")
+        spelling: str = self._tokenizer.id_to_token(token_id) or ""
+        if "ByteLevel" in self._decoder_steps and all(mark in _BYTES_BY_MARK for mark in spelling):
+            return bytes(_BYTES_BY_MARK[mark] for mark in spelling)
+        byte = _BYTE_TOKEN.fullmatch(spelling)
+        if byte is not None and "ByteFallback" in self._decoder_steps:
+            return bytes.fromhex(byte[1])
+        return self._text(token_id).encode("utf-8", "replace")
+
+    def _text(self, token_id: int) -> str:
+        spelling: str = self._tokenizer.id_to_token(token_id) or ""
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        # A decoder strips the space of a text's first word
+        if spelling.startswith(_SPACE_MARK) and spelling.replace(_SPACE_MARK, " ") == f" {text}":
+            return f" {text}"
+        return spelling if "\N{REPLACEMENT CHARACTER}" in text or not text else text
+
+    @cached_property
+    def _added(self) -> dict[int, str]:
+        decoder = self._tokenizer.get_added_tokens_decoder()
+        return {token_id: token.content for token_id, token in decoder.items()}
+
+    @cached_property
+    def _decoder_steps(self) -> frozenset[str]:
+        return frozenset(step["type"] for step in steps_of(self._tokenizer.decoder))
+
+
+# ---- texts to tokens
 
 TOKENIZER_FILE = "tokenizer.json"
 

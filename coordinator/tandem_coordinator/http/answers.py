@@ -22,6 +22,7 @@ from tandem.errors import TandemError
 from tandem.model.types import Chunk, FinishReason, Summary, TokenLogprobs
 from tandem.serving.interceptors import RunningCalls
 from tandem.serving.server import CancelledByEventError, unless
+from tandem_coordinator.decoding.tokenization import TokenTexts
 from tandem_coordinator.http.bodies import HeldBytes, Share
 from tandem_coordinator.http.errors import error_object, known
 from tandem_coordinator.http.schema import Sampled
@@ -194,7 +195,7 @@ class ChoicesAnswer(Answer):
             "created": int(time.time()),
             "model": asked.model,
         }
-        self._tokenizer = asked.tokenizer
+        self._texts = TokenTexts(asked.tokenizer)
         usage = asked.body.stream_options
         self._with_ids = asked.body.return_token_ids
         self._with_usage = usage is not None and usage.include_usage
@@ -288,15 +289,22 @@ class CompletionAnswer(ChoicesAnswer):
             return {}
         before = choice.characters - len(chunk.text)
         return {
-            "tokens": [token_text(self._tokenizer, token_id) for token_id in chunk.token_ids],
+            "tokens": [*map(self._texts.text, chunk.token_ids)],
             "token_logprobs": [None if isnan(each.logprob) else _number(each.logprob) for each in positions],
-            "top_logprobs": [None if isnan(each.logprob) else self._top(each) for each in positions],
+            "top_logprobs": [
+                None if isnan(each.logprob) else self._top(token_id, each)
+                for token_id, each in zip(chunk.token_ids, positions, strict=False)
+            ],
             "text_offset": [*accumulate(chunk.text_lengths[:-1], initial=before)],
         }
 
-    def _top(self, position: TokenLogprobs) -> dict[str, float]:
+    def _top(self, token_id: int, position: TokenLogprobs) -> dict[str, float]:
+        """The most probable tokens, and the completion's own where it is none of them, as with OpenAI."""
         pairs = zip(position.top_token_ids, position.top_logprobs, strict=True)
-        return {token_text(self._tokenizer, token_id): _number(logprob) for token_id, logprob in pairs}
+        found = {self._texts.text(top_id): _number(logprob) for top_id, logprob in pairs}
+        if token_id not in position.top_token_ids:
+            found.setdefault(self._texts.text(token_id), _number(position.logprob))
+        return found
 
     def _text(self, said: Said, *, is_piece: bool, is_first: bool = False) -> dict[str, Any]:
         return {"text": said.content}
@@ -318,8 +326,11 @@ class ChatAnswer(ChoicesAnswer):
         return {"content": entries} if entries else {}
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = token_text(self._tokenizer, token_id)
-        return {"token": text, "logprob": _number(logprob), "bytes": list(text.encode("utf-8", "replace"))}
+        return {
+            "token": self._texts.text(token_id),
+            "logprob": _number(logprob),
+            "bytes": list(self._texts.bytes(token_id)),
+        }
 
     def _text(self, said: Said, *, is_piece: bool, is_first: bool = False) -> dict[str, Any]:
         message: dict[str, Any] = {"content": said.content}
@@ -330,16 +341,6 @@ class ChatAnswer(ChoicesAnswer):
         if is_piece:
             return {"delta": {**({"role": "assistant"} if is_first else {}), **message}}
         return {"message": {"role": "assistant", **message, "refusal": None}}
-
-
-def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token as text. One that is only a part of a character is shown as the tokenizer spells it."""
-    spelling: str = tokenizer.id_to_token(token_id) or ""
-    text: str = tokenizer.decode([token_id], skip_special_tokens=False)
-    if "\N{REPLACEMENT CHARACTER}" in text or not text:
-        return spelling
-    # A decoder strips the space of a text's first word, which SentencePiece spells as this block.
-    return f" {text}" if spelling.startswith("\u2581") and not text.startswith(" ") else text
 
 
 def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:

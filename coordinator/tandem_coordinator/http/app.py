@@ -32,9 +32,10 @@ from tandem.serving.interceptors import RunningCalls
 from tandem_coordinator.admin.plain import plain
 from tandem_coordinator.http import schema
 from tandem_coordinator.http.answers import Answer, Asked, ChatAnswer, CompletionAnswer, Reply, merged
-from tandem_coordinator.http.bodies import ALONE_HEADER, BodyReader, BodyT, HeldBytes, fit, ignored_header
+from tandem_coordinator.http.bodies import BodyReader, BodyT, HeldBytes
 from tandem_coordinator.http.chat import Chats
 from tandem_coordinator.http.errors import HttpError, error_response
+from tandem_coordinator.http.headers import ALONE_HEADER, REQUEST_ID_HEADER, fit, header_value, ignored_header
 from tandem_coordinator.http.messages import CountTokensBody, MessagesAnswer, MessagesBody
 from tandem_coordinator.http.reading import AnswerForms
 from tandem_coordinator.http.responses import ResponseAnswer, ResponsesBody
@@ -107,9 +108,6 @@ _PAGE_HEADERS = {
 HEALTH_PATHS = frozenset({"/health", "/ping"})
 _OPEN_PATHS = frozenset({*HEALTH_PATHS, "/openapi.json", "/docs", *_PAGE_FILES})
 
-REQUEST_ID_HEADER = b"x-request-id"
-"""A client's own name for a request, of which the answer repeats 256 bytes; OpenAI's clients show it with errors."""
-
 # RFC 9110 7.2: a name or an address, and perhaps a port. A URL's parser would also take user@name and name#fragment.
 _HOST = re.compile(r"(?:(?P<name>[A-Za-z0-9.-]+)|\[(?P<ipv6>[0-9A-Fa-f:.]+)\])(?::[0-9]*)?")
 
@@ -154,9 +152,11 @@ class App:
         """Answer one request. Any error is answered in the form of the path's API."""
         has_begun = False
         path = scope["path"]
-        named = dict(scope["headers"]).get(REQUEST_ID_HEADER, b"")[:256]
+        named = header_value(dict(scope["headers"]).get(REQUEST_ID_HEADER, b"")[:256])
         request_id = named or uuid.uuid4().hex.encode()
-        state = {"client_request_id": named.decode("latin-1"), "limit": "max_tokens"}
+        # The rules of requests know one name of the limit and of the prompt, clients several
+        names = {"max_tokens": "max_tokens", "prompt": "prompt"}
+        state = {"client_request_id": named.decode("latin-1"), "names": names}
 
         async def noted(message: Message) -> None:
             nonlocal has_begun
@@ -182,9 +182,8 @@ class App:
                 refusal = HttpError(405, sentence, headers=error.headers)
             await error_response(refusal, path)(scope, receive, noted)
         except InvalidRequestError as error:
-            # The rules of requests know one name of the limit, clients three
-            sentence = re.sub(r"\bmax_tokens\b", state["limit"], str(error))
-            await error_response(type(error)(sentence), path)(scope, receive, noted)
+            sentence = re.sub(r"\bmax_tokens\b", names["max_tokens"], str(error))
+            await error_response(type(error)(sentence), path, names)(scope, receive, noted)
         except Exception as error:  # noqa: BLE001 - an unexpected error is logged, and answered with an id
             await error_response(error, path)(scope, receive, noted)
 
@@ -223,9 +222,14 @@ class App:
             body: schema.Sampled = self._chat_of(given, request)
         else:
             body = given
+            if isinstance(body, schema.ChatBody):
+                request.state.names["prompt"] = "messages"
             if body.max_completion_tokens is not None:
-                request.state.limit = "max_completion_tokens"
-        requests = await requests_of(body, models, self._chats, bounds)
+                request.state.names["max_tokens"] = "max_completion_tokens"
+        peer = _peer_of(request)
+        traceparent = request.headers.get("traceparent", "")
+        with self._completions.preparation(peer, traceparent):
+            requests = await requests_of(body, models, self._chats, bounds)
         # A client may use a name twice, so it is only a part of ours.
         named = request.state.client_request_id or body.request_id
         request_id = f"{fit(named)}-{uuid.uuid4().hex[:8]}" if named else uuid.uuid4().hex
@@ -241,8 +245,6 @@ class App:
             if not forms.is_empty:
                 prompt = await ids_of(requests[0].prompt, models, bounds)
                 answer.read_with(forms.readers(body, prompt, models.tokenizer))
-        traceparent = request.headers.get("traceparent", "")
-        peer = "" if request.client is None else peer_of_host(request.client.host)
         token = protection.caller_token(_authorization(request.headers), self._known_tokens())
         # The first completion has the request's own name in logs and lists.
         names = [request_id, *(f"{request_id}-{index}" for index in range(1, len(requests)))]
@@ -258,7 +260,7 @@ class App:
 
     def _chat_of(self, body: schema.ChatDialect, request: Request) -> schema.ChatBody:
         """The chat that a body asks for in other words than a chat's."""
-        request.state.limit = body.limit_name
+        request.state.names |= {"max_tokens": body.limit_name, "prompt": body.prompt_name}
         refuse(body.refusals())
         return body.chat()
 
@@ -278,7 +280,9 @@ class App:
         body, headers = await self._body(request, CountTokensBody)
         chat = self._chat_of(body, request)
         refuse(chat.refusals())
-        token_ids = await chat_prompt(chat, self._completions.models, self._chats, self._completions.bounds)
+        models, bounds = self._completions.models, self._completions.bounds
+        with self._completions.preparation(_peer_of(request), request.headers.get("traceparent", "")):
+            token_ids = await chat_prompt(chat, models, self._chats, bounds)
         return JSONResponse({"input_tokens": len(token_ids)}, headers=headers)
 
     async def tokenize(self, request: Request) -> Response:
@@ -287,7 +291,9 @@ class App:
         refuse(body.refusals())
         models, bounds = self._completions.models, self._completions.bounds
         if body.prompt is None:
-            token_ids = await chat_prompt(body, models, self._chats, bounds)
+            request.state.names["prompt"] = "messages"
+            with self._completions.preparation(_peer_of(request), request.headers.get("traceparent", "")):
+                token_ids = await chat_prompt(body, models, self._chats, bounds)
         else:
             token_ids = await models.encode(body.prompt, bounds, add_special_tokens=body.add_special_tokens)
         answer = {
@@ -427,6 +433,11 @@ def docs_page() -> str:
 Prompt = str | tuple[int, ...]
 
 _OPTIONS = frozenset(field.name for field in fields(GenerationRequest))
+
+
+def _peer_of(request: Request) -> str:
+    """The address by which the request's client is counted; empty where it is not known."""
+    return "" if request.client is None else peer_of_host(request.client.host)
 
 
 async def requests_of(

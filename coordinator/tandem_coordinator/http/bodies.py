@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
@@ -25,12 +25,6 @@ logger = logging.getLogger(__name__)
 
 BodyT = TypeVar("BodyT", bound=Body)
 
-IGNORED_HEADER = "X-Tandem-Ignored"
-"""Names the fields of a request that were passed over."""
-
-ALONE_HEADER = "X-Tandem-Target-Alone"
-"""Names the fields because of which the target serves a request without the draft."""
-
 BODY_SECONDS = 30.0
 """Time for a client to send a body; docs/security.md promises it."""
 
@@ -45,7 +39,6 @@ _FREE_BYTES = 64 << 10
 
 _MAX_SENTENCES = 8
 """Errors of a body that are described; a body of garbage has as many as it has values."""
-_UNFIT = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 @dataclass(slots=True)
@@ -194,39 +187,56 @@ class BodyReader:
         return body, names
 
 
-def fit(name: str) -> str:
-    """A client's name as headers and logs may have it: characters that are invalid in a header are left out."""
-    return _UNFIT.sub("?", name)[:80]
+_ALTERNATIVES = {
+    "str": "a string",
+    "list[str]": "a list of strings",
+    "list[int]": "a list of integers",
+    "list[list[int]]": "a list of lists of integers",
+    "dict[str,any]": "an object",
+    "list[dict[str,any]]": "a list of objects",
+}
+"""The types of fields that take several, by the names that pydantic's errors have for them, and in words."""
 
-
-def ignored_header(*names: str) -> dict[str, str]:
-    """The header with the names of ignored fields; none without any."""
-    return {IGNORED_HEADER: ", ".join(map(fit, names[:16]))} if names else {}
+_Place = tuple[int | str, ...]
 
 
 def _sentences(error: ValidationError) -> list[str]:
-    # For a field of several types, pydantic reports an error for each; the closest match says most.
-    closest: dict[object, ErrorDetails] = {}
+    found: dict[_Place, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
-        field = detail["loc"][:1]
-        if field not in closest or len(detail["loc"]) > len(closest[field]["loc"]):
-            closest[field] = detail
-    sentences = [_sentence(detail) for detail in list(closest.values())[:_MAX_SENTENCES]]
-    if len(closest) > _MAX_SENTENCES:
-        sentences.append(f"and {len(closest) - _MAX_SENTENCES} more are wrong")
+        found.setdefault(_place_of(detail), []).append(detail)
+    sentences = [_sentence(place, details) for place, details in list(found.items())[:_MAX_SENTENCES]]
+    if len(found) > _MAX_SENTENCES:
+        sentences.append(f"and {len(found) - _MAX_SENTENCES} more are wrong")
     return sentences
 
 
-def _sentence(detail: ErrorDetails) -> str:
-    message, location = detail["msg"], [str(part) for part in detail["loc"]]
-    words = f"{message[0].lower()}{message[1:]}"
+def _place_of(detail: ErrorDetails) -> _Place:
+    """Where the error is: for a field of several types, of which pydantic reports an error for each, the field."""
+    location = detail["loc"]
+    end = next((index for index, part in enumerate(location) if part in _ALTERNATIVES), len(location))
+    return tuple(part for part in location[:end] if part != "[key]")
+
+
+def _sentence(place: _Place, details: Sequence[ErrorDetails]) -> str:
+    name = ".".join(map(str, place))
+    depth = len(place) + 1
+    if len(details) > 1 and all(len(each["loc"]) == depth for each in details):
+        kinds = [_ALTERNATIVES[str(each["loc"][-1])] for each in details]
+        return f"{name} is {shown(details[0]['input'])}; it must be {', '.join(kinds[:-1])} or {kinds[-1]}"
+    # Of several types, the one whose error comes latest in the value is the one that was meant.
+    detail = max(details, key=_progress)
+    words = f"{detail['msg'][0].lower()}{detail['msg'][1:]}"
     match detail["type"]:
         case "json_invalid":
             return f"the body cannot be read: {words}"
         case "missing":
-            return f"{'.'.join(location)} is missing"
-    if not location:
+            return f"{name} is missing"
+    if not place:
         return f"the body is not an object: {words}"
-    # Of a union, pydantic names the member that it tried last; the field itself says enough.
-    name = ".".join(part for part in location if not part.endswith("]") and part not in ("str", "int"))
-    return f"{name} is {shown(detail['input'])}: {words}"
+    inside = [str(part) for part in detail["loc"][len(place) :] if part not in (*_ALTERNATIVES, "[key]")]
+    return f"{'.'.join([name, *inside])} is {shown(detail['input'])}: {words}"
+
+
+def _progress(detail: ErrorDetails) -> tuple[int, int]:
+    last = detail["loc"][-1] if detail["loc"] else 0
+    return len(detail["loc"]), last if isinstance(last, int) else 0

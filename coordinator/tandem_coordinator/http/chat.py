@@ -79,7 +79,7 @@ class Chats:
             self.call_form = HARMONY  # its messages are reasoning, calls and text
         self._special_tokens = _special_tokens(config)
         worker = f"{__package__}.chat_worker"
-        self._process = BoundedProcess(worker, "chats wait for their prompts", {"source": source})
+        self._process = BoundedProcess(worker, {"source": source})
         if is_checked:
             try:
                 await self._process.answer(None)

@@ -16,8 +16,10 @@ from tandem.serving.interceptors import ended_by
 SHOWN_CHARACTERS = 80
 """Characters of a refused value that a message shows: a line."""
 
+_NO_NAMES: Mapping[str, str] = {}
+
 # Sentences begin with the option that they are about.
-_OPTION = re.compile(r"([a-z][a-z_0-9.]*) is\b")
+_OPTION = re.compile(r"(?:the (?=prompt\b))?([a-z][a-z_0-9.]*) (?:is|has|holds|names)\b")
 
 
 class HttpError(errors.TandemError):
@@ -67,8 +69,9 @@ def shown(value: object) -> str:
     return json.dumps(beginning, ensure_ascii=False, default=str)[:SHOWN_CHARACTERS]
 
 
-def error_response(error: Exception, path: str = "") -> JSONResponse:
-    """The answer to a request at a path that failed with this error, in the form of the path's API."""
+def error_response(error: Exception, path: str = "", names: Mapping[str, str] = _NO_NAMES) -> JSONResponse:
+    """The answer to a request at a path that failed with this error, in the form of the path's API. `names` are the
+    request's own for options that it has under other names."""
     error = known(error)
     status, kind, _ = _form(error)
     headers = dict(error.headers) if isinstance(error, HttpError) else {}
@@ -77,15 +80,15 @@ def error_response(error: Exception, path: str = "") -> JSONResponse:
         headers |= {"Retry-After": f"{math.ceil(seconds)}", "Retry-After-Ms": f"{math.ceil(seconds * 1000)}"}
     if kind == "authentication_error":
         headers["WWW-Authenticate"] = "Bearer"
-    describe = anthropic_error_object if path.startswith(ANTHROPIC_PATH) else error_object
-    return JSONResponse(describe(error), status, headers)
+    content = anthropic_error_object(error) if path.startswith(ANTHROPIC_PATH) else error_object(error, names)
+    return JSONResponse(content, status, headers)
 
 
-def error_object(error: errors.TandemError) -> dict[str, Any]:
+def error_object(error: errors.TandemError, names: Mapping[str, str] = _NO_NAMES) -> dict[str, Any]:
     """The error as the body of an answer, or as an event of a stream that has begun."""
     _, kind, code = _form(error)
     named = _OPTION.match(str(error)) if isinstance(error, errors.InvalidRequestError) else None
-    param = named[1] if named else None
+    param = names.get(named[1], named[1]) if named else None
     return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 
 

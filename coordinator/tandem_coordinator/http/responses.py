@@ -99,6 +99,7 @@ class ResponsesBody(ChatDialect):
     """`POST /v1/responses`."""
 
     limit_name: ClassVar = "max_output_tokens"
+    prompt_name: ClassVar = "input"
 
     input: str | Items[ResponseItem]
     """The user's message, or the chat: messages, calls of functions, their outputs, and reasoning."""

@@ -422,6 +422,8 @@ class ChatDialect(AboutCaller):
 
     limit_name: ClassVar[str] = "max_tokens"
     """Its word for the maximum of tokens."""
+    prompt_name: ClassVar[str] = "messages"
+    """Its word for what makes the prompt."""
 
     temperature: float | None = None
     """As of a completion."""

@@ -20,8 +20,9 @@ from tandem.rpc.credentials import ReloadedFile
 from tandem.serving.protection import server_context
 from tandem.serving.server import GOODBYE_SECONDS, bound_socket
 from tandem_coordinator.http.app import HEALTH_PATHS
-from tandem_coordinator.http.bodies import ALONE_HEADER, BODY_SECONDS, IGNORED_HEADER
+from tandem_coordinator.http.bodies import BODY_SECONDS
 from tandem_coordinator.http.errors import error_response
+from tandem_coordinator.http.headers import ALONE_HEADER, IGNORED_HEADER, with_sendable_headers
 from tandem_coordinator.settings.coordinator import CoordinatorSettings, origins
 
 _HEADER_SECONDS = BODY_SECONDS
@@ -58,7 +59,7 @@ class HttpServer:
         # uvicorn passes no arguments to a protocol.
         bounds = {"stalled_reader_seconds": settings.stalled_reader_timeout_seconds}
         config = uvicorn.Config(
-            served,
+            with_sendable_headers(served),
             http=type("Bounded", (_Bounded,), bounds),
             ws="none",  # the application knows HTTP only
             lifespan="off",

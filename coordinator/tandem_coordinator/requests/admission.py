@@ -59,6 +59,8 @@ class Admission:
         self._places = FairPlaces(self.max_running, extra_places(self.max_running))
         self._returning = 0
         """Requests in the queue that had a place before."""
+        self._preparing = 0
+        """Requests whose prompts are made before they ask for a place."""
         self._held_seconds = MovingAverage()
 
     @property
@@ -67,7 +69,7 @@ class Admission:
 
     @property
     def queued(self) -> int:
-        return self._places.waiting - self._returning
+        return self._places.waiting - self._returning + self._preparing
 
     @contextmanager
     def stream(self, peer: str) -> Iterator[None]:
@@ -105,6 +107,17 @@ class Admission:
             rest = 2.0 * (time.perf_counter() - began)
             asyncio.get_running_loop().call_later(rest, self._large.release)
 
+    @contextmanager
+    def preparation(self, peer: str) -> Iterator[None]:
+        """Count a request of this peer as one that waits while the block makes its prompt, before it asks for a
+        place."""
+        with self.stream(peer):
+            self._preparing += 1
+            try:
+                yield
+            finally:
+                self._preparing -= 1
+
     def refusal(self) -> CapacityError:
         """The error for refused requests, with the time after which to try again."""
         # Until a place in the queue is free: during one request, as many requests end as can run
@@ -118,7 +131,7 @@ class Admission:
     @asynccontextmanager
     async def place(self, deadline_seconds: float | None, client: str = "") -> AsyncIterator[Place]:
         """A place for as long as the block lasts, had within the deadline. The request may release it in between."""
-        if self.refuses(client):
+        if not self._places.has_room(client) and self.queued >= self.max_queued:
             raise self.refusal()
         try:
             async with asyncio.timeout(deadline_seconds):
@@ -136,7 +149,8 @@ class Admission:
 
     def refuses(self, client: str = "") -> bool:
         """True if a new request of the client would be refused; without one, if it would unless its client has few."""
-        return not self._places.has_room(client) and self.queued >= self.max_queued
+        room = max(self.max_running - self.running, 1) if self._places.has_room(client) else 0
+        return self.queued >= self.max_queued + room
 
 
 class Place:

@@ -27,7 +27,7 @@ class CheckedGrammars:
     def __init__(self, grammars: Grammars) -> None:
         """`grammars` compiles for the target's tokens, as the services do."""
         self._grammars = grammars
-        self._process = BoundedProcess(__name__, "grammars wait to be compiled")
+        self._process = BoundedProcess(__name__)
         self._known: OrderedDict[tuple[str, str, str], str] = OrderedDict()
         """Refusals by scope, kind and source; an accepted grammar has an empty one."""
         self._tried: dict[tuple[str, str, str], asyncio.Task[str]] = {}

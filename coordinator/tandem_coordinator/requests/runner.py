@@ -116,6 +116,15 @@ class RequestRunner:
                 async for chunk in chunks:
                     yield chunk
 
+    @contextmanager
+    def preparation(self, peer: str, traceparent: str = "") -> Iterator[None]:
+        """Count a request of this peer as one that waits while the block makes its prompt; refuse it where it would
+        wait in vain."""
+        if self.admission.refuses(peer):
+            self.refuse(traceparent)
+        with self.admission.preparation(peer):
+            yield
+
     def refuse(self, traceparent: str) -> NoReturn:
         with _observe(self._observer.begin(uuid.uuid4().hex, traceparent)):
             raise self.admission.refusal()

@@ -63,8 +63,12 @@ def too_many(request: Any, bounds: RequestBounds) -> Iterator[str]:
     """Yield a sentence for each list with too many items, of a request or of the protocol's GenerateRequest, whose
     fields have the same names."""
     for sentence, count, maximum in (
-        ("the number of stop strings is {}", len(request.stop), bounds.max_stop_strings),
-        ("a stop string has {} characters", max(map(len, request.stop), default=0), bounds.max_stop_length),
+        ("stop has {} strings", len(request.stop), bounds.max_stop_strings),
+        (
+            "stop holds a string of {} characters",
+            max(map(len, request.stop), default=0),
+            bounds.max_stop_length,
+        ),
         ("logit_bias names {} token ids", len(request.logit_bias), bounds.max_logit_biases),
         ("stop_token_ids has {} ids", len(request.stop_token_ids), bounds.max_stop_token_ids),
     ):
@@ -189,7 +193,7 @@ def _known_token_ids(subject: TokenizedRequest) -> Iterator[str]:
 @rule("No stop string is empty, and `stop_token_ids` are in the target's vocabulary.")
 def _stops(subject: TokenizedRequest) -> Iterator[str]:
     if "" in subject.request.stop:
-        yield "a stop string is empty; each must have a character"
+        yield "stop holds an empty string; each must have a character"
     yield from outside_vocabulary("stop_token_ids is for", subject.request.stop_token_ids, subject.target)
 
 
@@ -200,18 +204,31 @@ _BIASES = f"between {-MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}"
 def _logit_bias(subject: TokenizedRequest) -> Iterator[str]:
     biases = subject.request.logit_bias
     yield from outside_vocabulary("logit_bias is for", biases, subject.target)
-    for token_id, bias in biases.items():
-        if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
-            yield f"logit_bias is {spelled(bias)} for token id {token_id}; it must be {_BIASES}"
-            return
+    wrong = [
+        f"{spelled(bias)} for token id {token_id}"
+        for token_id, bias in biases.items()
+        if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS
+    ]
+    if wrong:
+        yield f"logit_bias is {_listed(wrong)}; it must be {_BIASES}"
 
 
 def outside_vocabulary(holder: str, token_ids: Iterable[int], target: ModelInfo) -> Iterator[str]:
-    """Yield a sentence about the first id that the target does not have; it begins with the holder of the ids."""
+    """Yield a sentence about the ids that the target does not have; it begins with the holder of the ids."""
     size = target.vocabulary_size
-    unknown = next((token_id for token_id in token_ids if not 0 <= token_id < size), None)
-    if unknown is not None:
-        yield f"{holder} token id {unknown}; ids must be in 0..{size - 1}"
+    unknown = dict.fromkeys(token_id for token_id in token_ids if not 0 <= token_id < size)
+    if unknown:
+        noun = "token id" if len(unknown) == 1 else "token ids"
+        yield f"{holder} {noun} {_listed([*map(str, unknown)])}; ids must be in 0..{size - 1}"
+
+
+_MAX_LISTED = 8
+"""Wrong values of a list that a sentence names."""
+
+
+def _listed(values: Sequence[str]) -> str:
+    more = len(values) - _MAX_LISTED
+    return ", ".join(values[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 @rule(

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from tandem_coordinator.decoding.tokenization import (
     TOKENIZER_FILE,
     PromptEncoder,
+    TokenTexts,
     max_bytes_per_token,
     read_tokenizer,
 )
@@ -105,3 +106,30 @@ def test_a_tokenizer_that_was_saved_with_truncation_cuts_no_prompt() -> None:
     content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     tokenizer = read_tokenizer({TOKENIZER_FILE: json.dumps(content).encode()})
     assert tokenizer.encode("a b c d e").ids == made("demo").encode("a b c d e").ids
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(["demo", "gpt2", "llama3", "small", "gemma", "llama2", "unigram"]), st.text())
+def test_the_bytes_of_tokens_joined_are_the_text(name: str, text: str) -> None:
+    """Also where a character takes several tokens, as an emoji does."""
+    tokenizer = made(name)
+    texts = TokenTexts(tokenizer)
+    ids = tokenizer.encode(text + "\N{GRINNING FACE}", add_special_tokens=False).ids
+    joined = b"".join(map(texts.bytes, ids)).decode()
+    decoded = tokenizer.decode(ids, skip_special_tokens=False)
+    begins_with_space = joined == f" {decoded}"  # which the decoder of a whole text leaves out
+    assert joined == decoded or begins_with_space
+
+
+def test_bytes_that_are_no_character_are_as_they_are() -> None:
+    byte_level = made("gpt2")
+    texts = TokenTexts(byte_level)
+    first, *rest = byte_level.encode("\N{GRINNING FACE}").ids
+    assert rest, "the emoji has several tokens"
+    assert texts.bytes(first) == "\N{GRINNING FACE}".encode()[: len(texts.bytes(first))]
+    assert texts.text(first) == byte_level.id_to_token(first)
+    fallback = made("gemma")
+    byte_id = fallback.token_to_id("<0xF0>")
+    assert byte_id is not None
+    assert TokenTexts(fallback).bytes(byte_id) == b"\xf0"
+    assert TokenTexts(fallback, as_ids=True).text(byte_id) == f"token_id:{byte_id}"

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tandem.bounded.process import MAX_WAITING
-from tandem.errors import CapacityError, InvalidRequestError, ModelFolderError
+from tandem.errors import InvalidRequestError, ModelFolderError
 from tandem_coordinator.http.chat import Chats
 from tandem_coordinator.http.tools import readable
 
@@ -225,17 +224,6 @@ async def test_time_memory_and_length_are_bounded(case: str, make: Make) -> None
     assert len(str(raised.value)) < 2000
     assert turns > 10 or case != "an endless loop"
     assert await template.prompt([{"role": "user", "content": "x"}]) == "good", "the next chat is served"
-
-
-async def test_more_chats_than_may_wait_are_refused(make: Make) -> None:
-    template = await make(ENDLESS + "{{ messages }}")
-    waiting = [asyncio.create_task(template.prompt(CHAT)) for _ in range(MAX_WAITING)]
-    await asyncio.sleep(0)
-    with pytest.raises(CapacityError, match="64 chats wait for their prompts"):
-        await template.prompt(CHAT)
-    for task in waiting:
-        task.cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
 
 
 def environment_of(process_id: int) -> bytes:

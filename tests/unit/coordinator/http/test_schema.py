@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, NoReturn
 
+import h11
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,8 +20,9 @@ from tandem.errors import InvalidRequestError
 from tandem.model.types import GenerationRequest, ModelInfo
 from tandem_coordinator.decoding.tokenization import PromptEncoder
 from tandem_coordinator.http.app import requests_of
-from tandem_coordinator.http.bodies import BodyReader, JsonShape, ignored_header
+from tandem_coordinator.http.bodies import BodyReader, JsonShape
 from tandem_coordinator.http.chat import Chats
+from tandem_coordinator.http.headers import fit, header_value, ignored_header
 from tandem_coordinator.http.responses import ResponsesBody
 from tandem_coordinator.http.schema import ChatBody, CompletionBody, Message, Sampled, field_rows
 from tandem_coordinator.requests.plan import Models
@@ -428,7 +430,31 @@ def test_ignored_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
         reader.parse(CompletionBody, b'{"prompt": "x", "foo": 1, "max_tokens": "5"}')
 
 
+def is_sendable(name: str, value: bytes) -> bool:
+    try:
+        h11.Response(status_code=200, headers=[(name.encode(), value)])
+    except h11.LocalProtocolError:
+        return False
+    return True
+
+
 def test_a_name_cannot_add_a_header() -> None:
     header = ignored_header("a\r\nSet-Cookie: b", "tools")
     assert header == {"X-Tandem-Ignored": "a??Set-Cookie??b, tools"}
     assert ignored_header() == {}
+
+
+@given(st.lists(st.text(), min_size=1, max_size=20))
+def test_a_header_of_ignored_fields_can_be_sent_whatever_they_are_named(names: list[str]) -> None:
+    """Names are a client's: JSON keys may be empty, end with spaces and hold control characters."""
+    ((name, value),) = ignored_header(*names).items()
+    assert is_sendable(name, value.encode("latin-1"))
+    assert len(value.split(", ")) == min(len(names), 16)
+
+
+@given(st.binary(max_size=300))
+def test_any_value_can_be_sent(value: bytes) -> None:
+    found = header_value(value)
+    assert is_sendable("x-request-id", found)
+    assert found == value or not is_sendable("x-request-id", value) or set(value) & {*range(32), 127}
+    assert is_sendable("x-request-id", fit(value.decode("latin-1")).encode())

@@ -187,3 +187,22 @@ async def test_connections_above_the_limit_are_refused() -> None:
         assert (await reader.readline()).split()[1] == b"200"
         for _, writer in connections:
             writer.close()
+
+
+@pytest.mark.parametrize("value", [b"a ", b" a", b"a\nb: c", b"\x00", b"a\r"])
+async def test_headers_that_cannot_be_sent_are_an_error_and_no_lost_connection(
+    value: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def unsendable(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x", value)]})
+        await send({"type": "http.response.body", "body": b"never sent"})
+
+    async with connected(unsendable) as (reader, writer):
+        for _ in range(2):  # on the same connection
+            writer.write(GET)
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+            body = await reader.readexactly(length)
+            assert head.split()[1] == b"500"
+            assert b"internal error" in body
+    assert "unexpected error" in caplog.text

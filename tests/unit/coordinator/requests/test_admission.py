@@ -79,8 +79,8 @@ async def test_a_refusal_says_when_the_queue_moves() -> None:
     ("request_", "sentence"),
     [
         (GenerationRequest("é" * 11), "the prompt has 22 bytes; it must be at most 20"),
-        (GenerationRequest("a", stop=("a", "b", "c")), "the number of stop strings is 3; it must be at most 2"),
-        (GenerationRequest("a", stop=("abcde",)), "a stop string has 5 characters; it must be at most 4"),
+        (GenerationRequest("a", stop=("a", "b", "c")), "stop has 3 strings; it must be at most 2"),
+        (GenerationRequest("a", stop=("abcde",)), "stop holds a string of 5 characters; it must be at most 4"),
         (GenerationRequest((1,) * 8),
             "the prompt has 8 tokens; it must have at most 7, one less than max_length (8)"),
         (GenerationRequest("a", num_speculative_tokens=33), "num_speculative_tokens is 33; it must be at most 32"),

@@ -64,7 +64,7 @@ REQUESTS: list[tuple[str, TokenizedRequest, str]] = [
     ("logprobs", request(logprobs=21), "logprobs is 21; it must be between 0 and 20"),
     ("rows-with-logprobs", request(logprobs=0, row_kind=RowKind.SUPPORT),
         "row_kind is support and logprobs are asked for; it must be dense"),
-    ("stops", request(stop=("",)), "a stop string is empty; each must have a character"),
+    ("stops", request(stop=("",)), "stop holds an empty string; each must have a character"),
     ("stops", request(stop_token_ids=(1, 100)), "stop_token_ids is for token id 100; ids must be in 0..99"),
     ("logit-bias", request(logit_bias={-1: 1.0}), "logit_bias is for token id -1; ids must be in 0..99"),
     ("logit-bias", request(logit_bias={5: 100.5}),

@@ -280,6 +280,13 @@ def test_a_token_inside_a_span_passes_by_rank_and_distance(prob: float, rank: in
     assert acceptance == (Acceptance(1, 7, BONUS) if kept else Acceptance(0, 6, RECOVERED))
 
 
+def test_a_token_without_probability_never_passes_inside_a_span() -> None:
+    """As one that a grammar forbids, where the most probable token has little more."""
+    rows = verification(_row(0.0, rank=1, max_prob=0.4), bonus_row(7))
+    acceptance = relaxed(rules.residual, [True], delta=0.5)(proposal(1), rows, SAMPLED, uniforms(1.0))
+    assert acceptance == Acceptance(0, 6, RECOVERED)
+
+
 # Token 1 passes inside always and outside when its uniform is below 0.3.
 @pytest.mark.parametrize(
     ("thinking", "accepted_at", "expected"),

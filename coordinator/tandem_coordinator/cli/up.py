@@ -37,7 +37,7 @@ from tandem.telemetry.progress import Progress
 from tandem_coordinator.cli.command import VerbOptions, command
 from tandem_coordinator.cli.main import app
 from tandem_coordinator.cli.serve import SERVICES
-from tandem_coordinator.settings.coordinator import DEFAULT_PORT, ConfigSettings
+from tandem_coordinator.settings.coordinator import DEFAULT_PORT, CallParser, ConfigSettings, ReasoningParser
 from tandem_coordinator.settings.sampling import VLLM
 
 SMOLLM2_METHOD = "eagle3"
@@ -111,6 +111,10 @@ class UpOptions(VerbOptions):
     """Maximum tokens of a sequence. [default: the models', the smaller of two]"""
     chat_template: FilePath | None = None
     """Jinja file for chats. [default: the model's own]"""
+    tool_call_parser: Annotated[CallParser | None, typer.Option(metavar="auto|none|NAME")] = None
+    """Form in which the model writes calls of tools, by vLLM's name. [default: the coordinator's, auto]"""
+    reasoning_parser: Annotated[ReasoningParser | None, typer.Option(metavar="auto|none|NAME")] = None
+    """Form in which it writes reasoning, likewise. [default: the coordinator's, auto]"""
     generation_config: Annotated[str | None, typer.Option(metavar="auto|vllm|DIR")] = None
     """Sampling parameters that hold where a request names none: auto, the model's own; vllm, none; or those of a
     folder. [default: the coordinator's, auto]"""
@@ -288,6 +292,8 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
                 rejection_sampling_strategy=None if names_rule or draft == _Drafting() else names.AUTO,
                 draft_model_penalties=None if names_penalties or draft == _Drafting() else "draft",
                 chat_template=options.chat_template,
+                tool_call_parser=options.tool_call_parser,
+                reasoning_parser=options.reasoning_parser,
                 generation_config=options.generation_config,
                 override_generation_config=_sampling(options, shared),
                 config_file=options.config_file,

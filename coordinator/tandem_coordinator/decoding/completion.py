@@ -12,7 +12,7 @@ from tokenizers.decoders import DecodeStream
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.model.grammar import GrammarState
 from tandem.model.types import Acceptance, Chunk, FinishReason, Grammar, Proposal, SpeculationStats, Summary
-from tandem_coordinator.parsers.forms import THINK_END, THINK_START
+from tandem_coordinator.parsers.forms import REASONING_FORMS
 
 # Decoders write this for bytes that are not, or not yet, a character.
 _REPLACEMENT = "\ufffd"
@@ -124,9 +124,13 @@ class ThinkSpans:
 
 
 def think_spans(tokenizer: Tokenizer) -> ThinkSpans | None:
-    """Spans between the tokenizer's think markers; None when it has no such markers."""
-    start_id, end_id = tokenizer.token_to_id(THINK_START), tokenizer.token_to_id(THINK_END)
-    return None if start_id is None or end_id is None else ThinkSpans(start_id, end_id)
+    """Spans between marks of reasoning that are tokens of this tokenizer; None when it has no such tokens."""
+    for form in REASONING_FORMS:
+        for start, end in zip(form.starts, form.ends, strict=True):
+            start_id, end_id = tokenizer.token_to_id(start), tokenizer.token_to_id(end)
+            if start_id is not None and end_id is not None:
+                return ThinkSpans(start_id, end_id)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,11 @@
 A model writes as its chat template taught it, so the template tells which form to expect; `--tool-call-parser` and
 `--reasoning-parser` name one instead, by vLLM's names.
 
-transformers has a reader of such forms too, `response_template` (`transformers.utils.chat_parsing`, version 5.23), with
-streaming. It is not used here: the coordinator runs without transformers, published models carry no such template yet,
-and of a call it streams raw text that becomes a name and arguments only when the call ends; text that no field takes is
-dropped, and a call that is malformed raises.
+transformers reads such forms as well, by a model's `response_template` (`transformers.utils.chat_parsing`, tried in
+version 5.23), and its region_chunk events stream. It is not used here: the coordinator runs without transformers; a
+call's name and arguments are known only when the call ends, and until then its raw text is streamed; a malformed or
+unfinished call raises a ValueError for the whole answer; white space at the ends of the content is stripped, and
+content before a call is lost where more follows it.
 """
 
 from __future__ import annotations

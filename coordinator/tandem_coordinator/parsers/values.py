@@ -130,6 +130,8 @@ _TOKENS = re.compile(
     r"""(?P<string>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(?P<mark>[\[\](){},:])|(?P<space>\s+)|(?P<word>[^\s'"\[\](){},:]+)""",
     re.DOTALL,
 )
+_BRACKETS = {"(": "[", ")": "]"}
+_CLOSING = frozenset(")]}")
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
@@ -139,13 +141,8 @@ def python_as_json(text: str) -> str | None:
 
     JSON itself is read too, as models mix the two.
     """
-    written: list[str] = []
     try:
-        for token in _json_tokens(text):
-            if token in ("]", "}") and written and written[-1] == ", ":
-                written.pop()  # Python allows a comma before the end
-            written.append(token)
-        found = "".join(written)
+        found = "".join(_json_tokens(text))
         json.loads(found, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
@@ -155,21 +152,29 @@ def python_as_json(text: str) -> str | None:
 def _json_tokens(text: str) -> Iterator[str]:
     """The tokens of a Python literal, each as JSON writes it."""
     end = 0
+    comma = ""
     while end < len(text):
         token = _TOKENS.match(text, end)
         if token is None:
             raise ValueError("a string has no end")
         end = token.end()
         word = token[0]
+        if token.lastgroup == "space":
+            comma += word
+            continue
+        if word not in _CLOSING:
+            yield comma  # Python allows one before the end
+        comma = ""
         match token.lastgroup:
             case "string":
                 yield f'"{unescaped(word[1:-1])}"'
+            case "mark" if word == ",":
+                comma = word
             case "mark":
-                yield {"(": "[", ")": "]", ",": ", ", ":": ": "}.get(word, word)
-            case "word" if word in _WORDS:
-                yield _WORDS[word]
-            case "word":
-                yield number_of(word)
+                yield _BRACKETS.get(word, word)
+            case _:
+                yield _WORDS.get(word) or number_of(word)
+    yield comma
 
 
 def number_of(word: str) -> str:

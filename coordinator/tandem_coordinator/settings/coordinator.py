@@ -157,6 +157,11 @@ def _one_text(value: object) -> object:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
+CallParser = Annotated[str, AfterValidator(known_name(CALL_PARSERS))]
+ReasoningParser = Annotated[str, AfterValidator(known_name(REASONING_PARSERS))]
+"""Names of parsers."""
+
+
 class HttpOptions(Options):
     """HTTP beside gRPC, off unless it has a port. TLS and tokens are those of the server."""
 
@@ -176,10 +181,10 @@ class HttpOptions(Options):
     """Name of the model in OpenAI's API. By default the name of the target's folder. Name and meaning are vLLM's."""
     chat_template: Path | None = None
     """Jinja template for chats, in place of the model's own. Name and meaning are vLLM's."""
-    tool_call_parser: Annotated[str, AfterValidator(known_name(CALL_PARSERS))] = AUTO
+    tool_call_parser: CallParser = AUTO
     """Form in which the model writes calls of tools, by the name of vLLM's parser for it. auto: the one that the chat
     template has. none: calls are not read. docs/tool-calls.md lists the names."""
-    reasoning_parser: Annotated[str, AfterValidator(known_name(REASONING_PARSERS))] = AUTO
+    reasoning_parser: ReasoningParser = AUTO
     """Form in which the model writes reasoning, likewise. none: it stays in the content."""
     strict_requests: bool = False
     """Refuse unknown fields of requests by name. Otherwise they are ignored: each is logged once, and named in the

@@ -262,6 +262,9 @@ OTHER = ("--target", str(DEMO_TARGET))
         (("--draft", "setup.py", "--target", "pyproject.toml"), "--target is pyproject.toml; a file is there"),
         (("--chat-template", "no-such.jinja"), "--chat-template is no-such.jinja: path does not point to a file"),
         (("--config-file", "no-such.toml"), "no-such.toml"),
+        (("--tool-call-parser", "qwen3-coder"), "--tool-call-parser is 'qwen3-coder'; it must be one of auto, none, "),
+        (("--tool-call-parser", "qwen3-coder"), "; did you mean qwen3_coder?"),
+        (("--reasoning-parser", "deepseek-r1"), "; did you mean deepseek_r1?"),
         ((*OTHER, "--method", "eagle3"), "--method is eagle3; name the folder of such a head with --draft"),
         ((*OTHER, "--method", "lookahead"),
             "--method is 'lookahead'; it must be one of standalone, ngram, suffix, eagle, eagle3, medusa, mtp, dflash"),
@@ -533,6 +536,7 @@ def test_a_flag_of_up_reaches_a_service(name: str, tmp_path: Path) -> None:
         "draft_ahead": "off",
     }
     values |= {"chat_template": file, "config_file": file, "http": False, "insecure": True}
+    values |= {"tool_call_parser": "mistral", "reasoning_parser": "none"}
     values |= {"generation_config": "vllm", "override_generation_config": "{}"}
     values |= {"log_level": "debug", "served_model_name": "name", "host": "127.0.0.2"}
     if name == "api_key":

@@ -224,13 +224,14 @@ def test_spans_of_a_stream_equal_those_of_the_whole(rounds: list[tuple[list[int]
         assert spans.inside(committed, proposed) == ThinkSpans(START, END).inside(committed, proposed)
 
 
-def test_the_markers_are_the_tokenizers() -> None:
+@pytest.mark.parametrize(("start", "end"), [("<think>", "</think>"), ("[THINK]", "[/THINK]")])
+def test_the_markers_are_the_tokenizers(start: str, end: str) -> None:
     tokenizer = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
     assert think_spans(tokenizer) is None
-    tokenizer.add_special_tokens([AddedToken("<think>"), AddedToken("</think>")])
+    tokenizer.add_special_tokens([AddedToken(start), AddedToken(end)])
     spans = think_spans(tokenizer)
     assert spans is not None
-    start_id = tokenizer.token_to_id("<think>")
+    start_id = tokenizer.token_to_id(start)
     assert start_id is not None
     assert spans.inside([1, start_id], [1]) == [True]
 

@@ -109,7 +109,9 @@ class RowRequest:
             return answer, None
         if self.grammar is not None and self._is_forced(self.grammar, goes_on, token_ids):
             return answer, None
-        told = Verification(answer.base_length, answer.rows, answer.cost, answer.proposal, goes_on)
+        told = Verification(
+            answer.base_length, answer.rows, answer.cost, answer.proposal, goes_on, cache=answer.cache
+        )
         return told, self._behind(goes_on)
 
     def following(self, answer: Verification) -> RowRequest | None:
@@ -256,6 +258,10 @@ class KvUsage:
     """Steps of sequences that went on by themselves."""
     wasted_step_count: int = 0
     """Those of them that nobody asked for in the end."""
+    prefix_query_tokens: int = 0
+    """Tokens that new sequences began with, as far as they could have been computed before."""
+    prefix_hit_tokens: int = 0
+    """Those of them that had been."""
 
 
 class RunningModel(Protocol):

@@ -138,7 +138,7 @@ class BlockCache:
         blocks, length, _ = self.manager.get_computed_blocks(request)
         # Taken at once: another sequence's blocks could take their place in this very step.
         if length and self._allocate(held, 0, length, blocks):
-            sequence.advance(length)
+            sequence.advance_reused(length)
             held.published = held.shortest = length
 
     def is_ready(self, sequence: Sequence, end: int) -> bool:

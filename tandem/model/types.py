@@ -286,6 +286,15 @@ class GoesOn(NamedTuple):
     """Maximum tokens that the target's own head proposes behind them; None: what is proposed is given."""
 
 
+class CacheCounts(NamedTuple):
+    """The part that a target's KV cache has played for a sequence."""
+
+    cached_tokens: int
+    """Tokens of its first step that had been computed before, for a sequence of the same scope."""
+    preemptions: int = 0
+    """Number of times that it gave its room to another sequence, and was computed again."""
+
+
 @dataclass(slots=True, eq=False)
 class Verification:
     """The target's answer to a proposal: one row for each proposed token and one for the token after them."""
@@ -304,6 +313,8 @@ class Verification:
     """Serial of the step that was asked. The stream that sends a verification fills it in, and the next field."""
     led: int = 0
     """How many steps behind that one the target took this one by itself; 0 for the answer to the step."""
+    cache: CacheCounts | None = None
+    """Counts of the sequence so far; None where they have not changed, or the target does not say."""
 
 
 class NextToken(Enum):
@@ -777,6 +788,9 @@ class Summary:
     sampling: SamplingParams | None = None
     """The parameters that its tokens were drawn with, the defaults filled in; None where the service did not report
     them."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt that the target had computed before, for an earlier request of this caller's; None where it
+    does not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from tandem.model.types import (
     MAX_LEAD,
     MAX_LOGIT_BIAS,
     AcceptanceTerms,
+    CacheCounts,
     Cancel,
     Delta,
     DenseRow,
@@ -332,6 +333,9 @@ def _write_verification(message: target_pb2.Verification, answer: Verification) 
         following.base_length = delta.base_length
         following.last_token_id = last_token_id
         _write_source(following, proposed, own_tokens)
+    if answer.cache is not None:
+        message.cache.cached_token_count = answer.cache.cached_tokens
+        message.cache.preemption_count = answer.cache.preemptions
 
 
 def _write_rows(message: target_pb2.Verification, rows: Sequence[TargetRow]) -> None:
@@ -371,6 +375,7 @@ class Answer:
     base_length: int
     proposal: Proposal | None
     goes_on: GoesOn | None
+    cache: CacheCounts | None
     message: target_pb2.VerifyResponse
     """The message that brought it, and perhaps those of other sequences."""
     _part: target_pb2.Verification
@@ -385,6 +390,7 @@ class Answer:
             self.goes_on,
             self.serial,
             self.led,
+            self.cache,
         )
 
 
@@ -414,14 +420,26 @@ def _read_verification(
 ) -> Answer | ProtocolError:
     proposal: Proposal | None = None
     goes_on: GoesOn | None = None
+    cache: CacheCounts | None = None
     try:
         if part.HasField("proposal"):
             proposal = read_proposal(part.proposal)
         if part.HasField("goes_on"):
             goes_on = _read_goes_on(part.goes_on)
+        if part.HasField("cache"):
+            cache = _read_cache(part.cache)
     except (InvalidRequestError, ProtocolError) as error:
         return ProtocolError(str(error))
-    return Answer(part.serial, part.led, part.base_length, proposal, goes_on, message, part)
+    return Answer(part.serial, part.led, part.base_length, proposal, goes_on, cache, message, part)
+
+
+def _read_cache(message: target_pb2.CacheCounts) -> CacheCounts:
+    cached, preemptions = message.cached_token_count, message.preemption_count
+    if min(cached, preemptions) < 0:
+        raise ProtocolError(
+            f"cache has {cached} cached tokens and {preemptions} preemptions; neither can be below 0"
+        )
+    return CacheCounts(cached, preemptions)
 
 
 def _read_goes_on(message: target_pb2.GoesOn) -> GoesOn:

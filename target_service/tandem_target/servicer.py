@@ -28,7 +28,9 @@ def _label(said: Said, serial: int, led: int) -> Said:
     if isinstance(said, Pending):
         return said
     # For each answer: `replace` takes three times as long.
-    return Verification(said.base_length, said.rows, said.cost, said.proposal, said.goes_on, serial, led)
+    return Verification(
+        said.base_length, said.rows, said.cost, said.proposal, said.goes_on, serial, led, said.cache
+    )
 
 
 def _is_kept(said: Said) -> bool:

@@ -317,11 +317,12 @@ class ComputedTokens:
 
 async def computed_by_each(
     model: LoadedModel, other_model: LoadedModel, tmp_path: Path, ways: Ways
-) -> list[tuple[int, int]]:
+) -> tuple[list[tuple[int, int]], list[int | None]]:
     """Tokens that target and draft compute for the prompt of the first caller, for the same of the second one, and for
-    the first one's once more."""
+    the first one's once more; and tokens of each that were computed before, as the callers are told."""
     target_tokens, draft_tokens = ComputedTokens(), ComputedTokens()
     counts = []
+    told = []
     async with (
         target(model, Faults(), on_step=target_tokens.add) as (target_address, _),
         draft(other_model, on_step=draft_tokens.add) as (draft_address, _),
@@ -331,16 +332,20 @@ async def computed_by_each(
         for caller in (first, second, first):
             target_tokens.take()
             draft_tokens.take()
-            await caller.complete(LONG_PROMPT)
+            answer = await caller.complete(LONG_PROMPT)
             counts.append((target_tokens.take(), draft_tokens.take()))
-    return counts
+            assert answer.summary is not None
+            told.append(answer.summary.cached_tokens)
+    return counts, told
 
 
 @pytest.mark.parametrize("ways", APART.values(), ids=APART)
 async def test_a_prompt_is_computed_anew_for_another_caller(
     model: LoadedModel, other_model: LoadedModel, tmp_path: Path, ways: Ways
 ) -> None:
-    first, second, again = await computed_by_each(model, other_model, tmp_path, ways)
+    (first, second, again), told = await computed_by_each(model, other_model, tmp_path, ways)
+    assert told[:2] == [0, 0], "nobody is told what another caller has sent"
+    assert (told[2] or 0) > PROMPT_TOKENS / 2
     assert min(first) >= PROMPT_TOKENS
     assert min(second) >= PROMPT_TOKENS
     assert max(again) < PROMPT_TOKENS / 2, "its own caller's is still there"
@@ -359,7 +364,9 @@ SHARED_PREFIXES: Ways = (
 async def test_callers_that_share_compute_a_prompt_once(
     model: LoadedModel, other_model: LoadedModel, tmp_path: Path, ways: Ways
 ) -> None:
-    first, second, again = await computed_by_each(model, other_model, tmp_path, ways)
+    (first, second, again), told = await computed_by_each(model, other_model, tmp_path, ways)
+    assert told[0] == 0
+    assert min(told[1] or 0, told[2] or 0) > PROMPT_TOKENS / 2
     assert min(first) >= PROMPT_TOKENS
     assert max(*second, *again) < PROMPT_TOKENS / 2
 

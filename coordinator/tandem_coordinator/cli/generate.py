@@ -86,7 +86,11 @@ class Record:
             "token_ids": whole.token_ids,
             **({"logprobs": [*self._logprobs()]} if whole.logprobs else {}),
             "finish_reason": summary.finish_reason.value,
-            "usage": {"prompt_tokens": summary.prompt_tokens, "completion_tokens": summary.completion_tokens},
+            "usage": {
+                "prompt_tokens": summary.prompt_tokens,
+                "cached_tokens": summary.cached_tokens,
+                "completion_tokens": summary.completion_tokens,
+            },
             "speculation": describe(summary.speculation, summary.speculation_state),
             **({} if summary.sampling is None else {"sampling": describe_sampling(summary.sampling)}),
             "rounds": [

@@ -167,7 +167,9 @@ class Answer(ABC):
         usage = _usage(
             sum(each.prompt_tokens for each in of_prompts), sum(each.completion_tokens for each in summaries)
         )
-        usage["prompt_tokens_details"] = {"cached_tokens": 0}
+        usage["prompt_tokens_details"] = {
+            "cached_tokens": sum(each.cached_tokens or 0 for each in of_prompts)
+        }
         usage["completion_tokens_details"] = {
             "reasoning_tokens": 0,
             "accepted_prediction_tokens": total.accepted,

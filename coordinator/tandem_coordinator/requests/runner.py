@@ -248,7 +248,7 @@ class RequestRunner:
         """Count what is known only once the rounds of a request have ended."""
         stats = active.stats
         self.stats.led(active.plan.rule.name, stats.lead)
-        observer.counted(stats)
+        observer.counted(stats, active.target.cache)
 
     def _why_alone(self, plan: Plan) -> str:
         if not self.replicas.drafts.addresses and plan.models.draft is None:
@@ -281,6 +281,7 @@ class RequestRunner:
             speculation=stats,
             speculation_state=speculation_report.at_the_end(state, stats),
             sampling=active.plan.sampling,
+            cached_tokens=None if active.target.cache is None else active.target.cache.cached_tokens,
         )
         return replace(chunk, summary=whole)
 

@@ -22,6 +22,7 @@ from tandem.errors import (
 from tandem.model.replica import ReplicaState
 from tandem.model.types import (
     NO_LEAD,
+    CacheCounts,
     DraftedOutcomes,
     Lead,
     LeadStats,
@@ -140,6 +141,10 @@ class FailoverTarget:
     has_read: bool = False
     _ended_leads: LeadStats = field(default_factory=LeadStats)
     """Rounds that targets began by themselves for sequences that have ended there."""
+    _cached_tokens: int | None = None
+    """Tokens that the first target had computed before; None until it says so."""
+    _ended_preemptions: int = 0
+    """Of sequences that have ended on their targets."""
     _place: _Place | None = None
     _left: _Place | None = None
     _next_move: float = 0.0
@@ -209,6 +214,9 @@ class FailoverTarget:
             until=None if self._left is None else asked_at + _MOVE_SECONDS,
         )
         self.has_read = is_first
+        cache = place.sequence.cache
+        if self._cached_tokens is None and cache is not None:
+            self._cached_tokens = min(cache.cached_tokens, self._options.prompt_length)
         if not is_first:
             place.member.step.add(time.monotonic() - asked_at)
         if self._left is not None:
@@ -233,6 +241,15 @@ class FailoverTarget:
             total.wasted += self._place.sequence.stats.wasted
         return total
 
+    @property
+    def cache(self) -> CacheCounts | None:
+        """Tokens of the prompt that the first target had computed before, and preemptions on all targets; None where no
+        target has said so."""
+        if self._cached_tokens is None:
+            return None
+        sequence = None if self._place is None else self._place.sequence
+        return CacheCounts(self._cached_tokens, self._ended_preemptions + _preemptions(sequence))
+
     async def finish(self) -> None:
         if self._place is not None:
             await self._place.sequence.finish()
@@ -252,6 +269,7 @@ class FailoverTarget:
         place.leave(error)
         self._ended_leads.rounds += place.sequence.stats.rounds
         self._ended_leads.wasted += place.sequence.stats.wasted
+        self._ended_preemptions += _preemptions(place.sequence)
 
     async def _member(self, trouble: _Trouble) -> Member[TargetClient]:
         """The least busy target that may be asked; waits for one if there is none."""
@@ -389,3 +407,8 @@ class FailoverTarget:
                 address=self.address or "",
                 seconds=round(trouble.seconds, 3),
             )
+
+
+def _preemptions(sequence: TargetSequence | None) -> int:
+    """Preemptions of a sequence on its target, as far as the target says."""
+    return 0 if sequence is None or sequence.cache is None else sequence.cache.preemptions

@@ -18,7 +18,7 @@ from typing import Any
 
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 
-from tandem.model.types import SpeculationStats
+from tandem.model.types import CacheCounts, SpeculationStats
 from tandem.rpc.channels import MessageWaits, Traffic
 from tandem.telemetry.metrics import Read, on_loop
 from tandem.telemetry.process import OtlpExports, Telemetry
@@ -100,6 +100,7 @@ class ObservedRequest(RequestObserver):
         self._began = time.perf_counter()
         self._completion: Completion | None = None
         self._stats: SpeculationStats | None = None
+        self._cache: CacheCounts | None = None
         self._plan: RoundPlan | None = None
         """Of the last round."""
         self._prompt_length = 0
@@ -176,8 +177,9 @@ class ObservedRequest(RequestObserver):
             self._rounds_left -= 1
             self._trace_round(result)
 
-    def counted(self, stats: SpeculationStats) -> None:
+    def counted(self, stats: SpeculationStats, cache: CacheCounts | None) -> None:
         self._stats = stats
+        self._cache = cache
 
     def finished(self, error: BaseException | None) -> None:
         now = time.perf_counter()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tandem.model.replica import ReplicaSnapshot
 from tandem.model.speculation_state import SpeculationDecision
-from tandem.model.types import SpeculationStats
+from tandem.model.types import CacheCounts, SpeculationStats
 from tandem.rpc.channels import Traffic
 from tandem_coordinator.decoding.completion import Completion
 from tandem_coordinator.stats.rounds import RoundEnded
@@ -46,8 +46,11 @@ class RequestObserver:
     def event(self, name: str, attributes: Mapping[str, EventValue]) -> None:
         """Something happened: draft_lost, draft_late, draft_resumed, draft_paused, target_lost, target_resumed."""
 
-    def counted(self, stats: SpeculationStats) -> None:
-        """The statistics of all its rounds. Called at the end of the rounds, before `finished`."""
+    def counted(self, stats: SpeculationStats, cache: CacheCounts | None) -> None:
+        """The statistics of all its rounds, and the part that its target's cache has played, where that is known.
+
+        Called at the end of the rounds, before `finished`.
+        """
 
     def finished(self, error: BaseException | None) -> None:
         """The request ended. None: its client has all of it."""

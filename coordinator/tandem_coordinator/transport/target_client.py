@@ -23,6 +23,7 @@ from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
 from tandem.model.leading import Leading, read_outcome
 from tandem.model.types import (
     NO_LEAD,
+    CacheCounts,
     Delta,
     DenseRow,
     DraftedOutcomes,
@@ -280,6 +281,8 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
         """Rounds that the target began by itself."""
         self.is_new = True
         """True before the first answer."""
+        self.cache: CacheCounts | None = None
+        """What the target's cache has meant for the sequence; None where it does not say."""
 
     async def verify(
         self, committed: Sequence[int], asked: Proposal | OwnHead, lead: Lead = NO_LEAD
@@ -402,6 +405,7 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
         if isinstance(asked, OwnHead):
             step = self._rows.rule.step_with(step, proposal)
         verification = answer.verification(step)
+        self.cache = answer.cache or self.cache
         check_rows(verification, self._rows.vocabulary_size, with_statistics=step.with_statistics)
         self._led.next = self._check_announced(step, verification, proposal)
         if step.row_kind is RowKind.SUPPORT and (decide := self._rows.rule.decide_many) is not None:

@@ -39,7 +39,7 @@ from tandem.engine.interface import EngineSettings, KvUsage, RowRequest, decide_
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.steps import SMALL_STEP_TOKENS, ModelRunner
 from tandem.errors import CapacityError, InvalidRequestError, ServiceUnavailableError, TandemError
-from tandem.model.types import Acceptance, Delta, ModelInfo, Proposal, Verification
+from tandem.model.types import Acceptance, CacheCounts, Delta, ModelInfo, Proposal, Verification
 from tandem.serving.fair_places import FairPlaces
 
 logger = logging.getLogger(__name__)
@@ -108,6 +108,9 @@ class Engine(Generic[PayloadT, ResultT]):
         self._leads = Leads()
         self._pages = PageScheduler(cache, self._background.drop, self._leads.is_ahead)
         self._failed_steps = 0
+        self._reuses_prefixes = settings.prefix_reuse
+        self._prefix_query_tokens = 0
+        self._prefix_hit_tokens = 0
         self._waits_for_pages = False
         """Every job does, and only news can change that."""
 
@@ -291,6 +294,8 @@ class Engine(Generic[PayloadT, ResultT]):
             waiting_count=self._places.waiting,
             led_step_count=self._leads.begun_count,
             wasted_step_count=self._leads.wasted_count,
+            prefix_query_tokens=self._prefix_query_tokens,
+            prefix_hit_tokens=self._prefix_hit_tokens,
         )
 
     def _tell(self, learn: Callable[..., None], *news: object) -> None:
@@ -429,10 +434,18 @@ class Engine(Generic[PayloadT, ResultT]):
             del self._running[job.sequence]
             self._pages.waiting.discard(job.sequence)
             job.sequence.idle_since = time.monotonic()
-            job.sequence.is_new = False
+            if job.sequence.is_new:
+                job.sequence.is_new = False
+                self._count_prefix(job.sequence)
         if isinstance(result, BaseException):
             self._leads.end(job.sequence)
         self._ended.append((job, result))
+
+    def _count_prefix(self, sequence: Sequence) -> None:
+        """Counts what a sequence has found computed, after its first job."""
+        if self._reuses_prefixes and not sequence.is_private:
+            self._prefix_query_tokens += sequence.length
+            self._prefix_hit_tokens += sequence.reused_length
 
     def _deliver_if_idle(self) -> None:
         """Delivers unless a step begins now, which does it when it computes: the event loop would take the interpreter
@@ -600,7 +613,11 @@ class RowEngine(Engine[RowRequest, Verification]):
     async def run(self, sequence: Sequence, request: RowRequest) -> Verification:
         job = make_job(sequence, request, is_led=False)
         answer = await self.submit(job)
-        return answer if job.row_count else Verification(request.base_length, ())
+        if job.row_count:
+            return answer
+        # All tokens are computed now, and the next answer does not say it again
+        counts = CacheCounts(sequence.reused_length, sequence.preemption_count)
+        return Verification(request.base_length, (), cache=counts)
 
     def _start_job(self, job: Job[RowRequest] | None) -> None:
         if job is not None and self._drafter is not None:
@@ -705,7 +722,11 @@ def _go_on(
     proposal = request.proposal
     if proposal is None and job.on_led is not None:
         proposal = Proposal(answer.base_length, tuple(job.delta.token_ids[1:]))
-    counted = Verification(answer.base_length, answer.rows, job.cost, proposal)
+    sequence = job.sequence
+    cache = None
+    if sequence.is_new or sequence.preemption_count:
+        cache = CacheCounts(sequence.reused_length, sequence.preemption_count)
+    counted = Verification(answer.base_length, answer.rows, job.cost, proposal, cache=cache)
     told, following = request.go_on(counted, acceptance, job.sequence.token_ids)
     return told, None if following is None else make_job(job.sequence, following, is_led=True)
 

@@ -126,6 +126,7 @@ class PageScheduler:
     def _preempt(self, sequence: Sequence, favoured: Sequence) -> None:
         self.stop_background(sequence)
         self.cache.preempt(sequence)
+        sequence.preemption_count += 1
         self.waiting.add(sequence)
         logger.debug("sequence preempted", extra={"sequence": sequence.serial, "by": favoured.serial})
 

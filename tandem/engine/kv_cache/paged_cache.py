@@ -337,7 +337,7 @@ class PagedCache:
                 self._pool.share(block.pages[group])
                 table.extend((block.pages[group],))
         sequence.chains += [block.chain for block in blocks]
-        sequence.advance(length - sequence.computed_length)
+        sequence.advance_reused(length - sequence.computed_length)
 
     def _known_blocks(self, sequence: Sequence, first: int, end: int) -> list[KnownBlock]:
         """The blocks from `first` on that have their pages in all layers that keep all tokens, and end by `end`."""
@@ -380,7 +380,7 @@ class PagedCache:
             own = self._pool.take()
             self._arena.copy(source, own, count)
             table.extend((own,))
-        sequence.advance(count)
+        sequence.advance_reused(count)
 
     def _longest_beginning(self, sequence: Sequence, wanted: list[int]) -> tuple[list[int], int] | None:
         """Pages of a block and how many of the wanted tokens it begins with, after the sequence's own chains."""

@@ -44,6 +44,10 @@ class Sequence:
     is_new: bool = field(default=True, init=False)
     """No job of it has ended: what it has to compute is a prompt, however short."""
     is_released: bool = field(default=False, init=False)
+    reused_length: int = field(default=0, init=False)
+    """Number of tokens of its first job that others had computed."""
+    preemption_count: int = field(default=0, init=False)
+    """Number of times that its pages were given to others."""
     idle_since: float = field(default=math.inf, init=False)
     """When its last job ended, by `time.monotonic`; infinite while it has one."""
 
@@ -103,6 +107,12 @@ class Sequence:
         self.computed_length += token_count
         self.clean_length = max(self.clean_length, self.computed_length)
 
+    def advance_reused(self, token_count: int) -> None:
+        """Records that the next `token_count` tokens' KV was in the arena already, computed for others."""
+        self.advance(token_count)
+        if self.is_new:
+            self.reused_length += token_count
+
     @property
     def shortest_rollback(self) -> int:
         """The fewest computed tokens after which layers with a window still have all that the next token sees."""
@@ -115,6 +125,8 @@ class Sequence:
     def restart(self) -> None:
         """Forgets what was computed, since the pages were given to others."""
         self.computed_length = self.clean_length = 0
+        if self.is_new:
+            self.reused_length = 0
         self.chains.clear()
 
     def _check_fits(self, token_ids: SequenceOf[int], length: int) -> None:

@@ -182,6 +182,14 @@ async def test_reasoning_in_both(tmp_path: Path) -> None:
         piecewise, _ = await streamed(client, **asked())
         response = await other.responses.create(model="fake", input="How is it?", temperature=0)
         events, last = await responded(other, input="How is it?")
+    spans = TOKENIZER.encode(REASONED).offsets
+    thought = REASONED.index("It is"), REASONED.index("<|end|>")
+    count = sum(thought[0] <= start < end <= thought[1] for start, end in spans)
+    assert response.usage is not None
+    assert response.usage.output_tokens_details.reasoning_tokens == count > 1
+    assert last.usage.output_tokens_details.reasoning_tokens == count
+    assert whole.usage.output_tokens_details is not None
+    assert whole.usage.output_tokens_details.thinking_tokens == count
     content = [{"type": "thinking", "thinking": "It is March."}, {"type": "text", "text": "Mild."}]
     assert plain(whole.content) == plain(piecewise.content) == content
     reasoning, message = response.output

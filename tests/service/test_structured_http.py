@@ -101,6 +101,18 @@ async def test_demanded_calls_are_made(api: MakeApi, choice: Any) -> None:
         assert after.usage.prompt_tokens > (answer.usage.prompt_tokens if answer.usage else 0)
 
 
+async def test_usage_tells_how_much_of_a_prompt_was_cached(api: MakeApi) -> None:
+    asked: Any = {"model": "m", "prompt": PROMPT, "max_tokens": 2, "temperature": 0}
+    async with api() as client:
+        first, again = [(await client.completions.create(**asked)).usage for _ in range(2)]
+    assert first is not None
+    assert first.prompt_tokens_details is not None
+    assert first.prompt_tokens_details.cached_tokens == 0
+    assert again is not None
+    assert again.prompt_tokens_details is not None
+    assert len(PROMPT) / 2 < (again.prompt_tokens_details.cached_tokens or 0) < len(PROMPT)
+
+
 PROMPT = [300 + 7 * index % 900 for index in range(70)]
 """More than are verified at a time."""
 TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))

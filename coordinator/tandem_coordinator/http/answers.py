@@ -98,6 +98,10 @@ class Choice:
     """Entries of a whole answer for each token, by field; `ids` are those that `return_token_ids` adds."""
 
     @property
+    def reasoning_tokens(self) -> int:
+        return 0 if self.reader is None else self.reader.reasoning_tokens
+
+    @property
     def said(self) -> Said:
         """Its text so far."""
         calls = None if self.reader is None else self.reader.calls
@@ -133,7 +137,9 @@ class Answer(ABC):
         """Note a piece of one of the completions: what its text is."""
         choice, is_last = self.choices[index], chunk.summary is not None
         reader = choice.reader
-        said = Said(chunk.text) if reader is None else reader.read(chunk.text, is_last=is_last)
+        said = Said(chunk.text)
+        if reader is not None:
+            said = reader.read(chunk.text, chunk.text_lengths, is_last=is_last)
         choice.contents.append(said.content)
         choice.reasonings.append(said.reasoning)
         choice.characters += len(chunk.text)
@@ -171,7 +177,7 @@ class Answer(ABC):
             "cached_tokens": sum(each.cached_tokens or 0 for each in of_prompts)
         }
         usage["completion_tokens_details"] = {
-            "reasoning_tokens": 0,
+            "reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices),
             "accepted_prediction_tokens": total.accepted,
             "rejected_prediction_tokens": total.drafted - total.accepted,
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import string
 import uuid
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +102,11 @@ class CompletionReader:
             functions: The tools of the request by name, whose schemas give types to values that are plain text.
             may_call: False if the request has no tools: calls in a form that has reasoning too are content then.
         """
+        self.reasoning_tokens = 0
+        """Tokens of the reasoning so far, without its marks."""
+        self._is_reasoning = has_begun_reasoning is True
+        self._held_tokens = 0
+        """Tokens that may be reasoning, or a mark that ends it."""
         self._calls: list[_Call] = []
         self._form = calls
         self._reasoning_form = reasoning
@@ -133,17 +138,43 @@ class CompletionReader:
         """The calls as far as they are written, as a whole answer shows them."""
         return [call.described("".join(call.arguments)) for call in self._calls]
 
-    def read(self, text: str, *, is_last: bool = False) -> Said:
-        """More of the text, divided; the last piece has what was held back."""
+    def read(self, text: str, token_lengths: Sequence[int] = (), *, is_last: bool = False) -> Said:
+        """More of the text, divided; the last piece has what was held back.
+
+        Args:
+            text: The piece.
+            token_lengths: How many characters of it each of its tokens has.
+            is_last: True if the text ends with it.
+        """
         self._content = []
         self._reasoning = []
         self._deltas = []
-        for character in text:
-            self._reading.send(character)
+        start = 0
+        for length in token_lengths:
+            self._read_on(text[start : start + length])
+            self._count_token()
+            start += length
+        self._read_on(text[start:])
         if is_last:
             self._reading.send("")
+            if self._is_reasoning:
+                self._count_held()
         self._end_fragments()
         return Said("".join(self._content), "".join(self._reasoning), self._deltas)
+
+    def _count_token(self) -> None:
+        """Count the token that was read last. A mark is known for one when the next character has come."""
+        self._held_tokens = self._held_tokens + 1 if self._is_reasoning else 0
+        if not self._held:
+            self._count_held()
+
+    def _count_held(self) -> None:
+        self.reasoning_tokens += self._held_tokens
+        self._held_tokens = 0
+
+    def _read_on(self, text: str) -> None:
+        for character in text:
+            self._reading.send(character)
 
     # ---- what is said
 
@@ -290,15 +321,16 @@ class CompletionReader:
 
     def _read_reasoning(self, form: ReasoningForm) -> _Reading:
         """Read reasoning up to a mark that ends it. A mark that begins it may be written once more."""
+        self._is_reasoning = True
         yield from self._read_space()
         if (yield from self._read_word(*form.starts)):
             self._held.clear()
-        while True:
+        while self._is_reasoning:
             self._release(self._think)
             yield from self._pass_on({end[0] for end in form.ends}, self._think)
             if (yield from self._read_word(*form.ends)):
                 self._held.clear()
-                return
+                self._is_reasoning = False
 
     def _read_calls(self, form: CallForm, begin: str, *, is_open: bool = False) -> _Reading:
         """Read calls, if there are any, and those behind the marks that follow. What is held then is content.
@@ -718,10 +750,12 @@ class CompletionReader:
     def _read_body(self, form: CallForm, write: Callable[[str], None]) -> Generator[None, str, str]:
         """Read a message's text up to a mark: the mark."""
         mark = ""
+        self._is_reasoning = write == self._think
         while not mark:
             self._release(write)
             yield from self._pass_on(("<",), write)
             mark = yield from self._read_word(*form.ends, *form.begins)
+        self._is_reasoning = False
         if mark in form.ends:
             self._held.clear()
         return mark

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem_coordinator.parsers.forms import CALL_FORMS, DEMANDED, REASONING_FORMS, ReasoningForm, call_form
+from tandem_coordinator.parsers.forms import CALL_FORMS, DEMANDED, REASONING_FORMS, ReasoningForm
 from tandem_coordinator.parsers.reader import CompletionReader, Said
 
 ODD = '{"a": "x}\\"{</tool_call>", "b": [1, {"c": 2}]}'
@@ -472,24 +472,3 @@ def _count_steps(work: Callable[[], object]) -> int:
     finally:
         sys.settrace(None)
     return steps
-
-
-@pytest.mark.parametrize(
-    ("template", "form"),
-    [
-        ("{{ '<tool_call>' }}", "hermes"),
-        ("[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral"),
-        ("<|python_tag|>", "llama3_json"),
-        ("<|channel|>final<|message|>", "openai"),
-        ("<tool_call>\\n<function=example>", "qwen3_coder"),
-        ("<tool_call>{function-name}\\n<arg_key>", "glm45"),
-        (f"'{BEGIN}' + type + '{SEP}' + name + '\\n```json'", "deepseek_v3"),
-        (f"'{BEGIN}' + name + '{SEP}' + arguments", "deepseek_v31"),
-        ("respond with <|tool_call|> followed by a JSON list", "granite"),
-        ("'<|tool|>' + tools + '<|/tool|>'", "phi4_mini_json"),
-        ("[func_name1(params_name1=params_value1...)]", "pythonic"),
-        ("plain", "hermes"),
-    ],
-)
-def test_a_template_tells_its_form(template: str, form: str) -> None:
-    assert call_form("auto", template) is FORMS[form]

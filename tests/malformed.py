@@ -226,7 +226,7 @@ def streams(draw: st.DrawFn, valid: Sequence[Message]) -> list[bytes]:
 
 
 SAMPLING = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, seed=3)
-ADJUSTMENTS = LogitAdjustments({3: 1.0}, 2, (4,))
+ADJUSTMENTS = LogitAdjustments({3: 1.0}, 2, (4,), (3, 5), ((6, 7),))
 DELTA = Delta(0, [1, 2, 3])
 NEXT_DELTA = Delta(3, [4, 5])
 LAST_DELTA = Delta(5, [6, 7])

@@ -31,7 +31,7 @@ from tandem_coordinator.http.chat import Chats
 from tandem_coordinator.requests.admission import LARGE_BYTES, peer_of_grpc
 from tandem_coordinator.requests.plan import Models
 from tandem_coordinator.requests.runner import RequestRunner
-from tandem_coordinator.requests.validation import too_long, too_many
+from tandem_coordinator.requests.validation import MAX_BAD_WORDS, too_long, too_many
 from tandem_coordinator.settings.coordinator import MAX_CHAT_MESSAGES, RequestBounds
 
 MessageT = TypeVar("MessageT", bound=Message)
@@ -66,7 +66,9 @@ class GenerationServicer(GenerationServiceServicer):
             request = await self._parse(generation_pb2.GenerateRequest, request, max_bytes(models, bounds))
             # Before anything is built of them.
             prompt_tokens = len(request.token_ids.token_ids)
-            refuse([*too_long(prompt_tokens, models.target.max_length), *too_many(request, bounds)])
+            is_shortened = request.HasField("truncate_prompt_tokens")
+            length = () if is_shortened else too_long(prompt_tokens, models.target.max_length)
+            refuse([*length, *too_many(request, bounds)])
         chunks = self._completions.complete(
             request_from_proto(request),
             context.time_remaining(),
@@ -109,7 +111,10 @@ def max_bytes(models: Models, bounds: RequestBounds) -> int:
     prompt = max(_max_text_bytes(models, bounds), _MAX_ID_BYTES * models.target.max_length)
     # A character has up to 4 bytes in UTF-8
     stop = bounds.max_stop_strings * (4 * bounds.max_stop_length + _MAX_ID_BYTES)
-    biases = bounds.max_logit_biases * _BIAS_BYTES + bounds.max_stop_token_ids * _MAX_ID_BYTES
+    stop += MAX_BAD_WORDS * (4 * bounds.max_stop_length + _MAX_ID_BYTES)
+    biases = (
+        bounds.max_logit_biases * (_BIAS_BYTES + _MAX_ID_BYTES) + bounds.max_stop_token_ids * _MAX_ID_BYTES
+    )
     return prompt + stop + biases + bounds.max_grammar_bytes + _OTHER_BYTES
 
 

@@ -37,6 +37,7 @@ from tandem.model.types import (
     SpeculationStats,
     Summary,
     TokenLogprobs,
+    TruncationSide,
 )
 from tandem.rpc.channels import Deadline, errors_of, open_channel
 from tandem.rpc.credentials import PLAIN, Credentials
@@ -179,6 +180,8 @@ class Options(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     min_tokens: int
     stop_token_ids: Sequence[int]
+    allowed_token_ids: Sequence[int]
+    bad_words: Sequence[str]
     include_stop_str_in_output: bool
     max_tokens_must_fit: bool
     grammar: Grammar | None
@@ -186,10 +189,23 @@ class Options(TypedDict, total=False):
     with_special_tokens: bool
     probabilities: bool
     cache_salt: str | None
+    prompt_logprobs: int | None
+    truncate_prompt_tokens: int | None
+    truncation_side: TruncationSide
+    priority: int
     delivered_token_ids: tuple[int, ...]
 
 
-_BITS = {"seed": 64, "max_tokens": 32, "top_k": 32, "num_speculative_tokens": 32, "logprobs": 32}
+_BITS = {
+    "seed": 64,
+    "max_tokens": 32,
+    "top_k": 32,
+    "num_speculative_tokens": 32,
+    "logprobs": 32,
+    "prompt_logprobs": 32,
+    "truncate_prompt_tokens": 32,
+    "priority": 32,
+}
 """Size of the signed integers that carry these fields."""
 
 
@@ -204,6 +220,8 @@ class Completed:
     summary: Summary
     logprobs: tuple[TokenLogprobs, ...] = ()
     """For each token, when the request asked for them."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """For each token of the prompt, when the request asked for them."""
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -220,8 +238,9 @@ def as_request(prompt: Prompt, options: Options) -> GenerationRequest:
     if "stop" in values:
         stop = values["stop"]
         values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    if "stop_token_ids" in values:
-        values["stop_token_ids"] = tuple(values["stop_token_ids"])
+    for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
+        if name in values:
+            values[name] = tuple(values[name])
     if isinstance(prompt, GenerationRequest):
         return replace(prompt, **values)
     return GenerationRequest(prompt if isinstance(prompt, str) else tuple(prompt), **values)
@@ -243,7 +262,9 @@ def joined(chunks: Sequence[Chunk]) -> Completed:
     """All pieces of a completion as one."""
     whole = Chunk.joined(chunks)
     assert whole.summary is not None
-    return Completed(whole.text, whole.token_ids, whole.drafted, whole.summary, whole.logprobs)
+    return Completed(
+        whole.text, whole.token_ids, whole.drafted, whole.summary, whole.logprobs, whole.prompt_logprobs
+    )
 
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"

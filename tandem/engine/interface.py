@@ -64,7 +64,7 @@ class RowRequest:
     """The head's, once it has made it."""
 
     token_ids: Sequence[int] = ()
-    """All of the sequence's tokens, the proposal's at the end. The engine fills them in where penalties need them."""
+    """All of the sequence's tokens, the proposal's at the end. The engine fills them in where rows depend on them."""
     masks: MaskArray | None = None
     """The grammar's masks of the rows, which the engine fills in; None where nothing is constrained."""
 
@@ -76,7 +76,7 @@ class RowRequest:
     def with_tokens(self, token_ids: Sequence[int]) -> RowRequest:
         """The request with what its rows need of the sequence's tokens, and without the grammar, which stays in the
         process that has the sequence."""
-        own = token_ids if self.options.sampling.penalizes else ()
+        own = token_ids if self.options.reads_tokens else ()
         if self.grammar is None:
             return replace(self, token_ids=own) if own else self
         base = self.base_length

@@ -115,12 +115,21 @@ class Sampler:
 TORCH_SAMPLER = Sampler()
 
 
-def adjusted(logits: Tensor, wanted: LogitAdjustments, prompt_length: int, base_length: int) -> Tensor:
-    """A request's changes to the logits of successive positions, float32 [R, V]: biases, and a minimum of tokens.
+def adjusted(
+    logits: Tensor,
+    wanted: LogitAdjustments,
+    prompt_length: int,
+    base_length: int,
+    token_ids: Sequence[int] = (),
+) -> Tensor:
+    """A request's changes to the logits of successive positions, float32 [R, V]: biases, a minimum of tokens, and what
+    the completion may not hold.
 
     Biases are those of OpenAI's `logit_bias` (transformers' `SequenceBiasLogitsProcessor` with single tokens). The
     minimum is vLLM's `min_tokens` (transformers' `MinNewTokensLengthLogitsProcessor`): each position of a proposal
     has its own count of tokens before it; `base_length` is that of the first. The ids must be in the vocabulary.
+    Allowed ids and forbidden sequences are vLLM's `allowed_token_ids` and `bad_words`; `token_ids` are all of the
+    sequence's, a proposal's at the end, which sequences of several ids need.
     """
     scores = logits.to(torch.float32, copy=True)
     if wanted.biases:
@@ -132,7 +141,34 @@ def adjusted(logits: Tensor, wanted: LogitAdjustments, prompt_length: int, base_
     if suppressed_rows and wanted.suppressed_token_ids:
         (suppressed,) = to_device([np.array(wanted.suppressed_token_ids, dtype=np.int64)], logits.device)
         scores[:suppressed_rows, suppressed] = -torch.inf
+    if wanted.allowed_token_ids:
+        (allowed,) = to_device([np.array(wanted.allowed_token_ids, dtype=np.int64)], logits.device)
+        only = torch.full_like(scores, -torch.inf)
+        only[:, allowed] = scores[:, allowed]
+        scores = only
+    if wanted.forbidden_sequences:
+        places = _forbidden_places(
+            wanted.forbidden_sequences, token_ids[prompt_length:], base_length - prompt_length, len(scores)
+        )
+        rows, columns = to_device([*places], logits.device)
+        scores[rows, columns] = -torch.inf
     return scores
+
+
+def _forbidden_places(
+    sequences: Sequence[tuple[int, ...]], completion: Sequence[int], base_length: int, row_count: int
+) -> IntArray:
+    """Rows and ids, int64 [2, N], at which a sequence's last id would follow its others; `base_length` is the number of
+    the completion's tokens before the first row."""
+    places = [(row, sequence[0]) for sequence in sequences if len(sequence) == 1 for row in range(row_count)]
+    longer = [sequence for sequence in sequences if len(sequence) > 1]
+    for row in range(row_count if longer else 0):
+        end = base_length + row
+        for *before, last in longer:
+            start = end - len(before)
+            if start >= 0 and list(completion[start:end]) == before:
+                places.append((row, last))
+    return np.array(places, dtype=np.int64).reshape(-1, 2).T
 
 
 def masked(logits: Tensor, masks: MaskArray) -> Tensor:
@@ -418,7 +454,9 @@ def _process(request: RowRequest, block: Tensor) -> Tensor:
     # In the order of vLLM and transformers
     options = request.options
     if options.adjustments:
-        block = adjusted(block, options.adjustments, options.prompt_length, request.base_length)
+        block = adjusted(
+            block, options.adjustments, options.prompt_length, request.base_length, request.token_ids
+        )
     if options.sampling.penalizes:
         block = penalized(block, request.token_ids, options.prompt_length, options.sampling)
     return block

@@ -105,9 +105,29 @@ class LogitAdjustments:
     """At positions before so many tokens of the completion, `suppressed_token_ids` have no probability (vLLM's)."""
     suppressed_token_ids: tuple[int, ...] = ()
     """The ids that would end the completion."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these ids have a probability; empty: all have (vLLM's)."""
+    forbidden_sequences: tuple[tuple[int, ...], ...] = ()
+    """Sequences of ids that the completion does not hold: the last id of each has no probability where the others
+    stand before it (vLLM's `bad_words`)."""
 
     def __bool__(self) -> bool:
-        return bool(self.biases) or (self.min_tokens > 0 and bool(self.suppressed_token_ids))
+        suppresses = self.min_tokens > 0 and bool(self.suppressed_token_ids)
+        return bool(self.biases or self.allowed_token_ids or self.forbidden_sequences) or suppresses
+
+    @property
+    def reads_tokens(self) -> bool:
+        """True if they depend on the tokens before a position."""
+        return any(len(sequence) > 1 for sequence in self.forbidden_sequences)
+
+    def leaves_no_token(self, vocabulary_size: int) -> bool:
+        """True if a position may come at which no id has a probability."""
+        taken = {sequence[-1] for sequence in self.forbidden_sequences}
+        if self.min_tokens > 0:
+            taken.update(self.suppressed_token_ids)
+        if self.allowed_token_ids:
+            return taken.issuperset(self.allowed_token_ids)
+        return len(taken) >= vocabulary_size
 
 
 class GrammarKind(Enum):
@@ -488,6 +508,11 @@ class TargetOptions(SequenceOptions):
     """How many of its most probable tokens the target's own head keeps, where the rule reads what tokens were drawn
     from; 0 means the service's default."""
 
+    @property
+    def reads_tokens(self) -> bool:
+        """True if rows depend on the tokens before them beyond what the model computes of those."""
+        return self.sampling.penalizes or self.adjustments.reads_tokens
+
 
 class AcceptanceTerms(NamedTuple):
     """An acceptance rule, as far as a target needs it to propose for it and to decide as it does."""
@@ -653,6 +678,15 @@ class ChatMessage:
     content: str
 
 
+class TruncationSide(Enum):
+    """End of a prompt at which tokens are left out."""
+
+    LEFT = "left"
+    """Its beginning: the last tokens are kept."""
+    RIGHT = "right"
+    """Its end."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A prompt and how to complete it. None stands for the coordinator's default."""
@@ -696,6 +730,10 @@ class GenerationRequest:
     do not count."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end the completion beside the model's end-of-sequence ids."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The completion holds only tokens of these ids, as vLLM defines it; empty: of all."""
+    bad_words: tuple[str, ...] = ()
+    """The completion holds none of these texts as the tokenizer splits them, as vLLM defines it."""
     include_stop_str_in_output: bool = False
     """Let the text end with the stop string, or the stop token's text, that ended it."""
     max_tokens_must_fit: bool = False
@@ -706,7 +744,7 @@ class GenerationRequest:
     delivered_token_ids: tuple[int, ...] = ()
     """Tokens of the completion that an earlier stream, which broke, has delivered: it goes on after them."""
     echo: bool = False
-    """Begin with a chunk of the prompt, with its log probabilities if any are asked for. Without speculation alone."""
+    """Begin with a chunk of the prompt, with its log probabilities if any are asked for."""
     with_special_tokens: bool = False
     """Write special tokens into the text."""
     probabilities: bool = False
@@ -714,6 +752,15 @@ class GenerationRequest:
     cache_salt: str | None = None
     """Keeps the request apart from the caller's requests with another salt or none: they share no prefix cache and no
     earlier answers, as in vLLM. Up to 256 characters."""
+    prompt_logprobs: int | None = None
+    """Return the log probability of each token of the prompt, and those of this many of the target's most probable
+    tokens there, 0 to 20."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only so many tokens of a longer prompt; -1: as many as leave room for a token. As in vLLM."""
+    truncation_side: TruncationSide = TruncationSide.LEFT
+    """The end of the prompt at which tokens are left out."""
+    priority: int = 0
+    """Of the requests that wait for a place, those with a lower value go first, as in vLLM."""
 
 
 class FinishReason(Enum):
@@ -800,8 +847,10 @@ class TokenLogprobs:
     logprob: float
     """Log probability of the token at this position; NaN for a prompt's first token, which nothing precedes."""
     top_token_ids: tuple[int, ...] = ()
-    """The most probable tokens, the most probable first; as many as were asked for."""
+    """The most probable tokens, the most probable first; as many as were asked for and have a probability."""
     top_logprobs: tuple[float, ...] = ()
+    rank: int = 0
+    """The token's place among all, 1 for the most probable; 0 where it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -828,13 +877,25 @@ class Chunk:
     target_probs: tuple[float, ...] = ()
     """For each token, when the request asked for them: its probability by either model, after temperature and
     truncation. NaN where it is not known."""
+    prompt_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """On the first chunks, when the request asked for them: tokens of the prompt, and their log probabilities."""
 
     @staticmethod
     def joined(chunks: Sequence[Chunk]) -> Chunk:
         """One chunk with the text and the tokens of successive chunks. Only the last may have a summary."""
-        by_token = ("token_ids", "drafted", "text_lengths", "logprobs", "draft_probs", "target_probs")
+        lists = (
+            "token_ids",
+            "drafted",
+            "text_lengths",
+            "logprobs",
+            "draft_probs",
+            "target_probs",
+            "prompt_token_ids",
+            "prompt_logprobs",
+        )
         together: dict[str, Any] = {
-            name: tuple(chain.from_iterable([getattr(chunk, name) for chunk in chunks])) for name in by_token
+            name: tuple(chain.from_iterable([getattr(chunk, name) for chunk in chunks])) for name in lists
         }
         return Chunk(
             text="".join(chunk.text for chunk in chunks),

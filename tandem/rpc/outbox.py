@@ -51,6 +51,8 @@ def _size_of_open(options: SequenceOptions) -> int:
         adjustments = options.adjustments
         size += 16 * len(adjustments.biases)
         size += 4 * (len(options.end_token_ids) + len(adjustments.suppressed_token_ids))
+        size += 4 * len(adjustments.allowed_token_ids)
+        size += 4 * sum(2 + len(sequence) for sequence in adjustments.forbidden_sequences)
     return size
 
 

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
+from heapq import heapify, heappop, heappush
 from itertools import count
+from typing import NamedTuple
 
-_Turn = tuple[int, "asyncio.Future[None]"]
-"""Number in order of arrival, and what the request waits for."""
+
+class _Turn(NamedTuple):
+    """A request that waits. They compare by what goes first."""
+
+    priority: int
+    number: int
+    """In order of arrival."""
+    future: asyncio.Future[None]
 
 
 class FairPlaces:
-    """A free place goes to the client that holds the fewest, and among equals in order of arrival (max-min fairness).
+    """A free place goes to the requests with the lowest priority value, of these to the client that holds the fewest
+    places, and among equals in order of arrival (max-min fairness).
 
     Extra places are kept for clients that hold few, so that they need not wait until another leaves, as PostgreSQL
     keeps connections for administrators (`superuser_reserved_connections`). A request whose client is not known counts
@@ -22,7 +31,8 @@ class FairPlaces:
         self.held = 0
         self._places, self._extra = places, extra
         self._held_by: Counter[str] = Counter()
-        self._queues: dict[str, deque[_Turn]] = {}
+        self._queues: dict[str, list[_Turn]] = {}
+        """A heap of each client."""
         self._arrivals = count()
 
     @property
@@ -35,15 +45,15 @@ class FairPlaces:
         holds_few = client != "" and self._held_by[client] < 4
         return self.held < self._places + (self._extra if holds_few else 0)
 
-    async def take(self, client: str) -> None:
+    async def take(self, client: str, priority: int = 0) -> None:
         """Wait for a place, which must be given back by `leave`. An empty client is one that is not known."""
         if self.has_room(client):
             self._give(client)
             return
-        turn: _Turn = next(self._arrivals), asyncio.get_running_loop().create_future()
-        self._queues.setdefault(client, deque()).append(turn)
+        turn = _Turn(priority, next(self._arrivals), asyncio.get_running_loop().create_future())
+        heappush(self._queues.setdefault(client, []), turn)
         try:
-            await turn[1]
+            await turn.future
         except BaseException:
             self._give_up(client, turn)
             raise
@@ -54,19 +64,23 @@ class FairPlaces:
         if not self._held_by[client]:
             del self._held_by[client]
         while able := [each for each in self._queues if self.has_room(each)]:
-            favoured = min(able, key=lambda each: (self._held_by[each], self._queues[each][0][0]))
-            _, future = self._queues[favoured].popleft()
+            favoured = min(able, key=self._place_in_line)
+            turn = heappop(self._queues[favoured])
             self._forget_empty(favoured)
-            if not future.done():
+            if not turn.future.done():
                 self._give(favoured)
-                future.set_result(None)
+                turn.future.set_result(None)
 
     def refuse_waiting(self, error: Exception) -> None:
         queues, self._queues = self._queues, {}
         for queue in queues.values():
-            for _, future in queue:
-                if not future.done():
-                    future.set_exception(error)
+            for turn in queue:
+                if not turn.future.done():
+                    turn.future.set_exception(error)
+
+    def _place_in_line(self, client: str) -> tuple[int, int, int]:
+        first = self._queues[client][0]
+        return first.priority, self._held_by[client], first.number
 
     def _give(self, client: str) -> None:
         self.held += 1
@@ -76,8 +90,9 @@ class FairPlaces:
         queue = self._queues.get(client, ())
         if turn in queue:
             self._queues[client].remove(turn)
+            heapify(self._queues[client])
             self._forget_empty(client)
-        elif turn[1].done() and not turn[1].cancelled() and turn[1].exception() is None:
+        elif turn.future.done() and not turn.future.cancelled() and turn.future.exception() is None:
             self.leave(client)  # the place arrived just as the request left
 
     def _forget_empty(self, client: str) -> None:

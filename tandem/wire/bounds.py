@@ -40,6 +40,8 @@ _LIMITS = {
     "end_token_ids": MAX_IDS,
     "logit_adjustments.biases": MAX_IDS,
     "logit_adjustments.suppressed_token_ids": MAX_IDS,
+    "logit_adjustments.allowed_token_ids": MAX_IDS,
+    "forbidden_sequences.token_ids": MAX_IDS,
     "supports.token_ids": MAX_SUPPORT_VALUES,
     "distributions.token_ids": MAX_SUPPORT_VALUES,
     "distributions.probabilities": MAX_SUPPORT_VALUES,

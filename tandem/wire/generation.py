@@ -16,10 +16,11 @@ from tandem.model.types import (
     SpeculationStats,
     Summary,
     TokenLogprobs,
+    TruncationSide,
 )
 from tandem.v1 import generation_pb2, types_pb2
 from tandem.wire.common import GRAMMAR, ROW_KIND, SAMPLING
-from tandem.wire.converter import Codec, Converter
+from tandem.wire.converter import Codec, Converter, enum_codec
 
 SPECULATION: Converter[SpeculationStats, generation_pb2.SpeculationFigures] = Converter(
     SpeculationStats,
@@ -43,7 +44,12 @@ _SUMMARY: Converter[Summary, generation_pb2.GenerationSummary] = Converter(
     apart=("stop_reason",),
 )
 _REQUEST: Converter[GenerationRequest, generation_pb2.GenerateRequest] = Converter(
-    GenerationRequest, generation_pb2.GenerateRequest, GRAMMAR, ROW_KIND, apart=("prompt", "speculation")
+    GenerationRequest,
+    generation_pb2.GenerateRequest,
+    GRAMMAR,
+    ROW_KIND,
+    enum_codec(TruncationSide, generation_pb2.TruncationSide.DESCRIPTOR, "truncation_side"),
+    apart=("prompt", "speculation"),
 )
 
 

@@ -65,7 +65,7 @@ Request: TypeAlias = TargetOptions | VerifyStep | DraftedOutcomes | Finish | Can
 
 _EMPTY_SUPPORT: IntArray = np.empty(0, dtype=np.int64)
 _ADJUSTMENTS: Converter[LogitAdjustments, target_pb2.LogitAdjustments] = Converter(
-    LogitAdjustments, target_pb2.LogitAdjustments
+    LogitAdjustments, target_pb2.LogitAdjustments, apart=("forbidden_sequences",)
 )
 
 
@@ -133,6 +133,8 @@ def _write_open(message: target_pb2.VerifyOpen, options: TargetOptions) -> None:
         _write_rule(message.acceptance_rule, options.acceptance)
     if options.adjustments != _NO_ADJUSTMENTS:
         message.logit_adjustments.MergeFrom(_ADJUSTMENTS.to_proto(options.adjustments))
+        for sequence in options.adjustments.forbidden_sequences:
+            message.logit_adjustments.forbidden_sequences.add(token_ids=sequence)
 
 
 _NO_ADJUSTMENTS = LogitAdjustments()
@@ -145,7 +147,11 @@ def _write_rule(message: target_pb2.AcceptanceRule, terms: AcceptanceTerms) -> N
 
 
 def _read_open(message: target_pb2.VerifyOpen) -> TargetOptions:
-    adjustments = _ADJUSTMENTS.from_proto(message.logit_adjustments)
+    own = message.logit_adjustments
+    forbidden = tuple(tuple(sequence.token_ids) for sequence in own.forbidden_sequences)
+    if () in forbidden:
+        raise InvalidRequestError("forbidden_sequences holds an empty one; each must have an id")
+    adjustments = _ADJUSTMENTS.from_proto(own, forbidden_sequences=forbidden)
     if adjustments.min_tokens < 0:
         raise InvalidRequestError(f"min_tokens is {adjustments.min_tokens}; it must be at least 0")
     for token_id, bias in adjustments.biases.items():

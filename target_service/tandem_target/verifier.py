@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -194,12 +195,14 @@ def _is_same(step: VerifyStep, led: VerifyStep) -> bool:
 
 def check_ids(wanted: LogitAdjustments, vocabulary_size: int) -> None:
     """Refuse ids that the model does not have, and adjustments that leave it no token."""
-    for token_id in (*wanted.biases, *wanted.suppressed_token_ids):
+    forbidden = chain.from_iterable(wanted.forbidden_sequences)
+    for token_id in (*wanted.biases, *wanted.suppressed_token_ids, *wanted.allowed_token_ids, *forbidden):
         if not 0 <= token_id < vocabulary_size:
             raise InvalidRequestError(
                 f"the logit of token id {token_id} is to be adjusted; ids must be in 0..{vocabulary_size - 1}"
             )
-    if wanted.min_tokens > 0 and len(set(wanted.suppressed_token_ids)) >= vocabulary_size:
+    if wanted.leaves_no_token(vocabulary_size):
         raise InvalidRequestError(
-            f"min_tokens is {wanted.min_tokens} and every token ends the completion; it must be 0"
+            "logit_adjustments may leave no token; an allowed id must end no forbidden sequence and, with min_tokens, "
+            "not the completion"
         )

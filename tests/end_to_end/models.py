@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from tandem.model.types import GenerationRequest
 from tests.paths import DEMO_DRAFT
@@ -58,9 +65,23 @@ def save_model(model: Any, folder: Path) -> Path:
     return folder
 
 
+class _Allowed(LogitsProcessor):
+    """Leaves only these ids a probability."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._token_ids = list(token_ids)
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        allowed = torch.full_like(scores, -torch.inf)
+        allowed[:, self._token_ids] = scores[:, self._token_ids]
+        return allowed
+
+
 def exact(model: Any, request: GenerationRequest, length: int) -> Distribution:
     """The distribution of a completion's first tokens, by transformers' definition of each parameter."""
     processors: Any = LogitsProcessorList()
+    if request.allowed_token_ids:
+        processors.append(_Allowed(request.allowed_token_ids))
     processors.append(TemperatureLogitsWarper(request.temperature or 1.0))
     if request.top_k:
         processors.append(TopKLogitsWarper(request.top_k))

@@ -86,7 +86,8 @@ async def refused(address: str, content: bytes) -> tuple[grpc.StatusCode, str]:
 async def test_large_messages_are_bounded_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster(FakeTarget()) as client:
         ids = generation_pb2.GenerateRequest(stop=["a"] * 1_000_000, text="a").SerializeToString()
-        most = 32 * MAX_LENGTH + 16 * 1029 + 1024 * 16 + (64 << 10) + 256 * 5 + 4096
+        texts = (16 + 256) * 1029  # stop strings and bad words
+        most = 32 * MAX_LENGTH + texts + 1024 * (16 + 5) + (64 << 10) + 256 * 5 + 4096
         assert await refused(client.address, ids) == (
             grpc.StatusCode.INVALID_ARGUMENT,
             f"the request has {len(ids)} bytes; it must be at most {most}",

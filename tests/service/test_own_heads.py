@@ -205,8 +205,15 @@ async def test_residual_sampling_keeps_the_targets_distribution(pair: Pair) -> N
     )
     if pair.method == "dflash":
         rule = replace(rule, temperature=3.0)  # both accept and reject often enough then
-    (found,), _ = await completed(pair, [replace(rule, seed=seed) for seed in range(100)])
+    some = replace(rule, allowed_token_ids=(0, 2, 3, 5))
+    seeds = range(100)
+    (found, allowed), _ = await completed(
+        pair, *([replace(each, seed=seed) for seed in seeds] for each in (rule, some))
+    )
     assert_drawn_from(exact(pair.model, rule, PLACES.stop), found, PLACES, 0.45)
+    assert {token_id for each in allowed for token_id in each.token_ids} <= {0, 2, 3, 5}
+    assert sum(each.speculation.drafted for each in allowed) > 0
+    assert_drawn_from(exact(pair.model, some, PLACES.stop), allowed, PLACES, 0.5)
 
 
 @TWO_METHODS
@@ -282,6 +289,9 @@ async def test_requests_of_every_kind_have_the_text_that_they_have_alone(pair: P
         replace(STRICT, logit_bias={3: 2.0, 4: -100.0}),
         replace(STRICT, min_tokens=9, ignore_eos=False, stop_token_ids=(2, 5)),
         replace(STRICT, stop_token_ids=(1,)),
+        replace(STRICT, allowed_token_ids=(0, 2, 5)),
+        replace(STRICT, prompt_logprobs=2, priority=3),
+        replace(STRICT, truncate_prompt_tokens=1),
         replace(STRICT, top_k=3),
         replace(STRICT, top_p=0.8, temperature=1.4),
         replace(STRICT, logprobs=2),

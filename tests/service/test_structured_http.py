@@ -158,7 +158,7 @@ async def test_a_prompt_is_scored_beside_a_draft(api: MakeApi, max_tokens: int) 
     assert streamed == said
 
 
-async def test_a_longer_completion_is_the_target_alones(api: MakeApi) -> None:
+async def test_an_echo_is_followed_by_the_targets_text(api: MakeApi) -> None:
     asked: Any = {"model": "m", "prompt": "def f(", "max_tokens": 6, "temperature": 0, "echo": True}
     alone: Any = {"extra_body": {"speculation": False}}
     async with api(compatibility="max") as client:
@@ -176,8 +176,13 @@ async def test_a_longer_completion_is_the_target_alones(api: MakeApi) -> None:
         assert marked.choices[0].text == 2 * (TOKENIZER.id_to_token(0) or "")
         with pytest.raises(openai.BadRequestError, match="max_tokens is 0; it must be at least 1"):
             await client.completions.create(**asked | {"echo": False, "max_tokens": 0})
-        with pytest.raises(openai.BadRequestError, match="echo is true and logprobs are asked for"):
-            await client.completions.create(**SCORED, max_tokens=1, logit_bias=json.loads('{"5": 1}'))
+        found = [
+            await client.completions.create(**SCORED, max_tokens=1, **others)
+            for others in ({}, {"logit_bias": json.loads('{"5": 90}')})
+        ]
+        first, second = ((each.choices[0].logprobs or pytest.fail()).token_logprobs or [] for each in found)
+        assert first[:-1] == second[:-1], "a bias is for the completion"
+        assert first[-1] != second[-1]
 
 
 LEAVES: list[dict[str, Any]] = [

@@ -247,7 +247,7 @@ def _read_bias(words: Any) -> Any:
 class RequestOptions(VerbOptions):
     """Options of the completion, in the words of `GenerationRequest`."""
 
-    repeatable: ClassVar = ("stop", "logit_bias", "stop_token_ids")
+    repeatable: ClassVar = ("stop", "logit_bias", "stop_token_ids", "allowed_token_ids", "bad_words")
 
     max_tokens: int | None = 128
     """Maximum tokens to generate."""
@@ -291,6 +291,14 @@ class RequestOptions(VerbOptions):
     """Minimum tokens to generate."""
     stop_token_ids: Annotated[tuple[int, ...], typer.Option("--stop-token-id")] = ()
     """End at this token id; may be repeated."""
+    allowed_token_ids: Annotated[tuple[int, ...], typer.Option("--allowed-token-id")] = ()
+    """Write only tokens of these ids; may be repeated."""
+    bad_words: Annotated[tuple[str, ...], typer.Option("--bad-word")] = ()
+    """Do not write this text; may be repeated."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only the last so many tokens of a longer prompt; -1 keeps as many as leave room for a token."""
+    priority: int = 0
+    """Wait for a place before requests with a higher value."""
     include_stop_str_in_output: Annotated[bool, typer.Option("--include-stop")] = False
     """Include the stop string or token in the text."""
     cache_salt: str | None = None

@@ -97,6 +97,14 @@ async def prompt_logprobs(
     return tuple(found)
 
 
+def with_most_probable(found: Sequence[TokenLogprobs], count: int) -> tuple[TokenLogprobs, ...]:
+    """The log probabilities with so many of the most probable tokens."""
+    return tuple(
+        replace(each, top_token_ids=each.top_token_ids[:count], top_logprobs=each.top_logprobs[:count])
+        for each in found
+    )
+
+
 def token_logprobs(
     verification: Verification, token_ids: Sequence[int], top_count: int
 ) -> tuple[TokenLogprobs, ...]:
@@ -111,8 +119,10 @@ def _at(row: object, token_id: int, top_count: int) -> TokenLogprobs:
         raise ProtocolError("target service: it sent a row without logits, and log probabilities need them")
     logprobs = row.logits.astype(np.float64) - row.logits.max()
     logprobs -= np.log(np.exp(logprobs).sum())
-    top = _largest(row.logits, top_count)
-    return TokenLogprobs(float(logprobs[token_id]), tuple(top), tuple(float(logprobs[i]) for i in top))
+    # One that a grammar or the request forbids is no alternative
+    top = [each for each in _largest(row.logits, top_count) if math.isfinite(logprobs[each])]
+    rank = 1 + int((row.logits > row.logits[token_id]).sum())
+    return TokenLogprobs(float(logprobs[token_id]), tuple(top), tuple(float(logprobs[i]) for i in top), rank)
 
 
 def _largest(values: Float32Array, count: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import Any
@@ -184,16 +184,44 @@ class PromptEncoder:
         encoded = await asyncio.get_running_loop().run_in_executor(threads, encode)
         return tuple(encoded.ids)
 
+    async def encode_words(self, words: Sequence[str], vocabulary_size: int) -> tuple[tuple[int, ...], ...]:
+        """The sequences of token ids that words may be in a text, as vLLM finds them for `bad_words`: those of each
+        word without a space before it, and those with one where that begins with another token and is as long. Those
+        with an id that the model does not have are left out."""
+        forms = [form for word in words for form in (word.lstrip(), f" {word.lstrip()}")]
+        encode = partial(_encode_all, self.tokenizer, forms)
+        if sum(map(len, forms)) < _SHORT_CHARACTERS:
+            encoded = encode()
+        else:
+            encoded = await asyncio.get_running_loop().run_in_executor(self._medium, encode)
+        found: dict[tuple[int, ...], None] = {}
+        for plain, spaced in zip(encoded[::2], encoded[1::2], strict=True):
+            if plain:
+                found[plain] = None
+            if plain and spaced and len(spaced) == len(plain) and spaced[0] != plain[0]:
+                found[spaced] = None
+        return tuple(sequence for sequence in found if max(sequence) < vocabulary_size)
+
 
 def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> Encoding:
     """Encode with the batch method, the only one that releases the interpreter lock.
 
     With a text of 1 MiB, `Tokenizer.encode` stopped all other threads for 1.8 s, the batch method for at most 20 ms.
     """
+    return _encode_batch(tokenizer, [text], add_special_tokens=add_special_tokens)[0]
+
+
+def _encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    return [tuple(each.ids) for each in _encode_batch(tokenizer, texts, add_special_tokens=False)]
+
+
+def _encode_batch(
+    tokenizer: Tokenizer, texts: Sequence[str], *, add_special_tokens: bool
+) -> Sequence[Encoding]:
     try:
-        return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        return tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
     except BaseException as error:
         # A panic of the Rust library is a BaseException that no module exports.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise InvalidRequestError(f"the model's tokenizer cannot split the prompt: {error}") from None
+            raise InvalidRequestError(f"the model's tokenizer cannot split the text: {error}") from None
         raise

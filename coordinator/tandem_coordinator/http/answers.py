@@ -25,7 +25,7 @@ from tandem.serving.server import CancelledByEventError, unless
 from tandem_coordinator.decoding.tokenization import TokenTexts
 from tandem_coordinator.http.bodies import HeldBytes, Share
 from tandem_coordinator.http.errors import error_object, known
-from tandem_coordinator.http.schema import Sampled
+from tandem_coordinator.http.schema import ChatBody, Sampled
 from tandem_coordinator.parsers.reader import CompletionReader, Said
 from tandem_coordinator.stats.speculation import describe, describe_sampling, summed
 
@@ -96,6 +96,8 @@ class Choice:
     logprobs: defaultdict[str, JsonList] = field(default_factory=lambda: defaultdict(JsonList))
     ids: defaultdict[str, JsonList] = field(default_factory=lambda: defaultdict(JsonList))
     """Entries of a whole answer for each token, by field; `ids` are those that `return_token_ids` adds."""
+    prompt_logprobs: JsonList = field(default_factory=JsonList)
+    """Entries for each token of the prompt."""
 
     @property
     def reasoning_tokens(self) -> int:
@@ -117,8 +119,13 @@ class Asked:
     """Name of the model."""
     tokenizer: Tokenizer
     body: Sampled
-    prompt_tokens: Sequence[int] | None = None
-    """Tokens of each completion's prompt, where they are known before the end."""
+    prompts: Sequence[tuple[int, ...]] | None = None
+    """The prompt of each completion, where they are known before the end."""
+
+    @property
+    def prompt_tokens(self) -> list[int] | None:
+        """Tokens of each completion's prompt."""
+        return None if self.prompts is None else [*map(len, self.prompts)]
 
 
 class Answer(ABC):
@@ -203,9 +210,10 @@ class ChoicesAnswer(Answer):
             "created": int(time.time()),
             "model": asked.model,
         }
-        self._texts = TokenTexts(asked.tokenizer)
+        self._texts = TokenTexts(asked.tokenizer, as_ids=bool(asked.body.return_tokens_as_token_ids))
+        self._prompts = (asked.prompts or ()) if asked.body.return_token_ids else ()
         usage = asked.body.stream_options
-        self._with_ids = asked.body.return_token_ids
+        self._with_ids = bool(asked.body.return_token_ids)
         self._with_usage = usage is not None and usage.include_usage
         self._prompt_tokens = asked.prompt_tokens if usage is not None and usage.is_continuous else None
 
@@ -214,6 +222,8 @@ class ChoicesAnswer(Answer):
         choice, kept = self.choices[index], len(chunk.text.encode("utf-8", "replace"))
         lists = [(choice.logprobs[name], items) for name, items in self._logprobs(choice, chunk).items()]
         lists += [(choice.ids[name], items) for name, items in self._ids(chunk).items()]
+        if chunk.prompt_logprobs:
+            lists.append((choice.prompt_logprobs, [*self._prompt_logprobs(chunk)]))
         for items, more in lists:
             for item in more:
                 items += (b"," if items else b"") + (added := rendered(item))
@@ -225,7 +235,13 @@ class ChoicesAnswer(Answer):
             self._text(choice.said, is_piece=False) | self._describe(index, choice.logprobs, choice.ids)
             for index, choice in enumerate(self.choices)
         ]
-        return {**self._head, "object": self.whole_object, "choices": choices, **self.account()}
+        answer = {**self._head, "object": self.whole_object, "choices": choices, **self.account()}
+        for index, choice in enumerate(self.choices):
+            of_prompt = self._prompt_ids(index)
+            if choice.prompt_logprobs:
+                of_prompt["prompt_logprobs"] = choice.prompt_logprobs
+            self._add_of_prompt(answer, choices[index], of_prompt)
+        return answer
 
     async def events(self, chunks: AsyncGenerator[tuple[int, Chunk]]) -> AsyncGenerator[bytes]:
         async with aclosing(chunks):
@@ -238,6 +254,8 @@ class ChoicesAnswer(Answer):
                 described = self._text(said, is_piece=True, is_first=is_first)
                 described |= self._describe(index, self._logprobs(choice, chunk), self._ids(chunk))
                 piece = {**self._head, "object": self.piece_object, "choices": [described]}
+                if is_first:
+                    self._add_of_prompt(piece, described, self._prompt_ids(index))
                 if self._prompt_tokens is not None:
                     piece["usage"] = _usage(self._prompt_tokens[index], choice.tokens)
                 yield data_line(piece)
@@ -275,6 +293,35 @@ class ChoicesAnswer(Answer):
                 if given
             },
         }
+
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
+        """What `return_token_ids` adds of the prompt."""
+        return {"prompt_token_ids": [*self._prompts[index]]} if self._prompts else {}
+
+    def _prompt_logprobs(self, chunk: Chunk) -> Iterator[dict[str, Any] | None]:
+        """An entry for each token of the prompt in vLLM's form: tokens by id, the prompt's own first."""
+        for own_id, position in zip(chunk.prompt_token_ids, chunk.prompt_logprobs, strict=True):
+            if isnan(position.logprob):
+                yield None
+                continue
+            found = {own_id: (position.logprob, position.rank)}
+            tops = zip(position.top_token_ids, position.top_logprobs, strict=True)
+            for place, (token_id, logprob) in enumerate(tops, start=1):
+                found.setdefault(token_id, (logprob, place))
+            yield {
+                str(token_id): {
+                    "logprob": _number(logprob),
+                    "rank": rank,
+                    "decoded_token": self._texts.text(token_id),
+                }
+                for token_id, (logprob, rank) in found.items()
+            }
+
+    @abstractmethod
+    def _add_of_prompt(
+        self, answer: dict[str, Any], choice: dict[str, Any], of_prompt: Mapping[str, Any]
+    ) -> None:
+        """Add what is about a completion's prompt, as the endpoint shows it."""
 
     @abstractmethod
     def _logprobs(self, choice: Choice, chunk: Chunk) -> dict[str, list[Any]]:
@@ -314,6 +361,11 @@ class CompletionAnswer(ChoicesAnswer):
             found.setdefault(self._texts.text(token_id), _number(position.logprob))
         return found
 
+    def _add_of_prompt(
+        self, answer: dict[str, Any], choice: dict[str, Any], of_prompt: Mapping[str, Any]
+    ) -> None:
+        choice |= of_prompt
+
     def _text(self, said: Said, *, is_piece: bool, is_first: bool = False) -> dict[str, Any]:
         return {"text": said.content}
 
@@ -324,6 +376,13 @@ class ChatAnswer(ChoicesAnswer):
     whole_object, piece_object = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
     beside_logprobs: Mapping[str, None] = {"refusal": None}
+
+    def __init__(self, asked: Asked, count: int) -> None:
+        super().__init__(asked, count)
+        body = asked.body
+        assert isinstance(body, ChatBody), "other bodies have answers of their own"
+        self._echoed = body.echoed
+        self._with_reasoning = body.include_reasoning is not False
 
     def _logprobs(self, choice: Choice, chunk: Chunk) -> dict[str, list[Any]]:
         entries = []
@@ -341,14 +400,21 @@ class ChatAnswer(ChoicesAnswer):
         }
 
     def _text(self, said: Said, *, is_piece: bool, is_first: bool = False) -> dict[str, Any]:
-        message: dict[str, Any] = {"content": said.content}
+        content = said.content if is_piece and not is_first else self._echoed + said.content
+        message: dict[str, Any] = {"content": content}
         if said.calls is not None:
-            message["content"] = said.content or None
+            message["content"] = content or None
             message |= {"tool_calls": said.calls} if said.calls else {}
-            message |= {"reasoning_content": said.reasoning} if said.reasoning else {}
+            with_reasoning = said.reasoning and self._with_reasoning
+            message |= {"reasoning_content": said.reasoning} if with_reasoning else {}
         if is_piece:
             return {"delta": {**({"role": "assistant"} if is_first else {}), **message}}
         return {"message": {"role": "assistant", **message, "refusal": None}}
+
+    def _add_of_prompt(
+        self, answer: dict[str, Any], choice: dict[str, Any], of_prompt: Mapping[str, Any]
+    ) -> None:
+        answer |= of_prompt
 
 
 def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:

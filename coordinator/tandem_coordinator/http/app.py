@@ -25,7 +25,7 @@ from tandem import __version__
 from tandem.config.rule import broken, refuse
 from tandem.errors import InvalidRequestError, ServiceUnavailableError
 from tandem.model.admin import Status
-from tandem.model.types import GenerationRequest
+from tandem.model.types import GenerationRequest, TruncationSide
 from tandem.rpc.addresses import is_loopback
 from tandem.serving import protection
 from tandem.serving.interceptors import RunningCalls
@@ -40,7 +40,7 @@ from tandem_coordinator.http.messages import CountTokensBody, MessagesAnswer, Me
 from tandem_coordinator.http.reading import AnswerForms
 from tandem_coordinator.http.responses import ResponseAnswer, ResponsesBody
 from tandem_coordinator.requests.admission import peer_of_host
-from tandem_coordinator.requests.plan import Models, keep_out
+from tandem_coordinator.requests.plan import Models, keep_out, truncate
 from tandem_coordinator.requests.runner import RequestRunner
 from tandem_coordinator.requests.validation import REQUEST_RULES, TokenizedRequest, outside_vocabulary
 from tandem_coordinator.settings.coordinator import CoordinatorSettings, RequestBounds
@@ -60,6 +60,7 @@ ENDPOINTS: tuple[tuple[str, str, str, str, type[schema.Body] | None], ...] = (
     ),
     ("POST", "/tokenize", "tokenize", "The token ids of a prompt or a chat", schema.TokenizeBody),
     ("POST", "/detokenize", "detokenize", "The text of token ids", schema.DetokenizeBody),
+    ("GET", "/tokenizer_info", "tokenizer_info", "The tokenizer's configuration", None),
     ("GET", "/v1/models", "models", "The model that is served", None),
     ("GET", "/health", "health", "200, or 503 while it starts or drains; needs no token", None),
     ("GET", "/ping", "health", "The same under the name that SageMaker asks for", None),
@@ -234,11 +235,14 @@ class App:
         named = request.state.client_request_id or body.request_id
         request_id = f"{fit(named)}-{uuid.uuid4().hex[:8]}" if named else uuid.uuid4().hex
         usage = body.stream_options
-        prompt_tokens: list[int] | None = None
-        if isinstance(body, schema.ChatBody) or (usage is not None and usage.is_continuous):
-            requests = [replace(each, prompt=await ids_of(each.prompt, models, bounds)) for each in requests]
-            prompt_tokens = [len(each.prompt) for each in requests]
-        asked = Asked(request_id, self.model_name, models.tokenizer, body, prompt_tokens)
+        is_continuous = usage is not None and usage.is_continuous
+        prompts: list[tuple[int, ...]] | None = None
+        if isinstance(body, schema.ChatBody) or is_continuous or body.return_token_ids:
+            prompts = [
+                truncate(await ids_of(each.prompt, models, bounds), each, models.target) for each in requests
+            ]
+            requests = [replace(each, prompt=prompt) for each, prompt in zip(requests, prompts, strict=True)]
+        asked = Asked(request_id, self.model_name, models.tokenizer, body, prompts)
         answer = self._answer(given, asked, len(requests))
         if isinstance(body, schema.ChatBody):
             forms = AnswerForms.of(body, requests[0].grammar, self._chats)
@@ -303,6 +307,10 @@ class App:
             "token_strs": [*map(models.tokenizer.id_to_token, token_ids)] if body.return_token_strs else None,
         }
         return JSONResponse(answer, headers=headers)
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """`GET /tokenizer_info`, as in vLLM."""
+        return JSONResponse(self._chats.tokenizer_info)
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`."""
@@ -480,7 +488,12 @@ async def _broken_later(request: GenerationRequest, models: Models, bounds: Requ
     if keep_out(request, bounds, models):
         request = replace(request, speculation=False)
     subject = TokenizedRequest(
-        request, prompt, models.target, models.draft, draft_model_penalties=bounds.draft_model_penalties
+        request,
+        truncate(prompt, request, models.target),
+        models.target,
+        models.draft,
+        draft_model_penalties=bounds.draft_model_penalties,
+        echo_without_draft=bounds.compatibility == "max",
     )
     return broken(REQUEST_RULES, subject)
 
@@ -489,15 +502,15 @@ async def chat_prompt(
     body: schema.Chat, models: Models, chats: Chats, bounds: RequestBounds
 ) -> tuple[int, ...]:
     """The prompt that a chat makes."""
-    named: dict[str, Any] = {}
+    named: dict[str, Any] = {"tools": body.shown_tools} if body.shown_tools else {}
     if isinstance(body, schema.ChatBody):
-        named |= {"tools": body.tools} if body.may_call else {}
         named |= {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
     text = await chats.prompt(
         [message.fields for message in body.messages or ()],
         (body.chat_template_kwargs or {}) | named,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
+        template=body.chat_template,
         max_bytes=bounds.max_prompt_bytes,
     )
     return await models.encode(text, bounds, add_special_tokens=False)
@@ -516,6 +529,11 @@ def _request(body: schema.Sampled, prompt: Prompt, choice: int, **others: Any) -
         "max_tokens_must_fit": body.token_limit is not None,
         "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         "stop_token_ids": tuple(body.stop_token_ids or ()),
+        "allowed_token_ids": tuple(body.allowed_token_ids or ()),
+        "bad_words": tuple(body.bad_words or ()),
+        "truncation_side": TruncationSide(body.truncation_side or "left"),
+        "prompt_logprobs": None if body.stream else body.prompt_logprobs,
+        "echo": isinstance(body, schema.CompletionBody) and body.echo,
         "logprobs": body.alternatives,
         "probabilities": body.return_probabilities,
         "with_special_tokens": not body.skip_special_tokens,

@@ -36,6 +36,8 @@ MAX_SOURCE_BYTES = 1 << 20
 
 Message = Mapping[str, Any]
 
+_WORKER = f"{__package__}.chat_worker"
+
 
 class Chats:
     """Makes prompts of chats by the configured template, else by the model's own, in a process of its own."""
@@ -59,16 +61,23 @@ class Chats:
             raise ConfigurationError(sentence) from None
         self._process: BoundedProcess | None = None
         """None while there is no template."""
+        self.tokenizer_info: dict[str, Any] = {}
+        """The model's tokenizer_config.json, with the template in force."""
+        self._guest = BoundedProcess(_WORKER)
+        """For the templates of requests, so that one that uses up its bounds ends no chat by the model's own."""
 
     async def meet(self, model: str, tokenizer_files: Mapping[str, bytes], *, is_checked: bool) -> None:
         """Take the template of the target's tokenizer files where none is configured, and compile it now if it
         `is_checked`, else at its first use."""
         self._model, config = model, _config(tokenizer_files)
+        self._special_tokens = _special_tokens(config)
+        self.tokenizer_info = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
         source, name, refusal = self._override, "chat_template", ConfigurationError
         if source is None:
             (source, name), refusal = _own_template(tokenizer_files, config), ModelFolderError
         if source is None:
             return
+        self.tokenizer_info["chat_template"] = source
         if len(source.encode("utf-8", "surrogatepass")) > MAX_SOURCE_BYTES:
             size = f"the chat template of {name} has {len(source)} characters"
             raise refusal(f"{size}; it must have at most {MAX_SOURCE_BYTES} bytes")
@@ -77,9 +86,7 @@ class Chats:
         self.reasoning_form = reasoning_form(self._reasoning_parser, source)
         if self.reasoning_form is HARMONY_REASONING:
             self.call_form = HARMONY  # its messages are reasoning, calls and text
-        self._special_tokens = _special_tokens(config)
-        worker = f"{__package__}.chat_worker"
-        self._process = BoundedProcess(worker, {"source": source})
+        self._process = BoundedProcess(_WORKER, {"source": source})
         if is_checked:
             try:
                 await self._process.answer(None)
@@ -92,7 +99,8 @@ class Chats:
         return self._process is not None
 
     def close(self) -> None:
-        """End the process. A chat in progress gets no answer."""
+        """End the processes. A chat in progress gets no answer."""
+        self._guest.close()
         if self._process is not None:
             self._process.close()
 
@@ -103,19 +111,30 @@ class Chats:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        template: str | None = None,
         max_bytes: int = 1 << 20,
     ) -> str:
         """The text of a chat's prompt, with its special tokens. It may have up to twice `max_bytes`, which the caller
-        measures. Other arguments are those of transformers' `apply_chat_template`."""
+        measures. `template` takes the place of the model's. Other arguments are those of transformers'
+        `apply_chat_template`."""
         if not 1 <= len(messages) <= MAX_CHAT_MESSAGES:
             raise InvalidRequestError(
                 f"the chat has {plural(len(messages), 'message')}; it must have 1 to {MAX_CHAT_MESSAGES}"
             )
-        if self._process is None:
+        process = self._process if template is None else self._guest
+        if process is None:
             raise InvalidRequestError(
                 f"the model {self._model} has no chat template; send a prompt instead of a chat, or start the "
                 "coordinator with --chat-template FILE"
             )
+        job: dict[str, Any] = {}
+        if template is not None:
+            job["source"] = template
+            size = len(template.encode("utf-8", "surrogatepass"))
+            if size > MAX_SOURCE_BYTES:
+                raise InvalidRequestError(
+                    f"chat_template has {size} bytes; it must have at most {MAX_SOURCE_BYTES}"
+                )
         context: dict[str, Any] = {
             **self._special_tokens,
             "tools": None,
@@ -126,9 +145,11 @@ class Chats:
         }
         try:
             # To twice the bound, so that the refusal of a longer prompt can say how long it is
-            answer = await self._process.answer({"context": context, "max_characters": 2 * max_bytes})
+            job |= {"context": context, "max_characters": 2 * max_bytes}
+            answer = await process.answer(job)
         except JobError as error:
-            reason = f"the model's chat template cannot make a prompt of the messages: it {error}"
+            owner = "the model's chat template" if template is None else "chat_template"
+            reason = f"{owner} cannot make a prompt of the messages: it {error}"
             raise InvalidRequestError(reason) from None
         text: str | None = answer["text"]
         if text is None:

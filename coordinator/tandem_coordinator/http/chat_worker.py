@@ -1,6 +1,7 @@
-"""The process that compiles and renders one chat template: `python -m tandem_coordinator.http.chat_worker`.
+"""The process that compiles and renders chat templates: `python -m tandem_coordinator.http.chat_worker`.
 
-The first job is the template's source; see `tandem.bounded.worker` for the bounds.
+The first job may be the source of the template that the others are rendered by; see `tandem.bounded.worker` for the
+bounds.
 """
 
 from __future__ import annotations
@@ -57,23 +58,31 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-class _Templates:
-    """Compiles the first message's template and renders the others by it."""
+class _Compiled:
+    """A template."""
 
-    _template: Template | None = None
-    _reads_null = False
+    def __init__(self, source: str) -> None:
+        self.template: Template = template_environment().from_string(source)
+        self.reads_null = _TESTS_FOR_NULL.search(source) is not None
+
+
+class _Templates:
+    """Renders chats, each by the template that comes with it, else by the one that came without a chat."""
+
+    _own: _Compiled | None = None
 
     def answer(self, job: Any) -> dict[str, Any]:
         try:
-            if self._template is None:
-                self._template = template_environment().from_string(job["source"])
-                self._reads_null = _TESTS_FOR_NULL.search(job["source"]) is not None
+            compiled = _Compiled(job["source"]) if "source" in job else self._own
+            assert compiled is not None, "the first message has a template"
+            if "context" not in job:
+                self._own = compiled
                 return {}
-            if not self._reads_null:
+            if not compiled.reads_null:
                 for message in job["context"]["messages"]:
                     message["content"] = "" if message["content"] is None else message["content"]
             text = ""
-            for piece in self._template.generate(job["context"]):
+            for piece in compiled.template.generate(job["context"]):
                 text += piece
                 if len(text) > job["max_characters"]:
                     return {"text": None}

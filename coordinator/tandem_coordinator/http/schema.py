@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -22,7 +22,6 @@ from tandem_coordinator.settings.coordinator import MAX_CHAT_MESSAGES
 MAX_CHOICES = 16
 """Maximum completions of one request. Each takes a place among those that run, of which there are 256 by default."""
 
-_UNCONSTRAINED = "this coordinator does not constrain what is written"
 _NO_BEAMS = "this coordinator does not search in beams"
 _TEXT_ONLY = "the model reads and writes text only"
 _TAKEN = "Accepted, without effect."
@@ -155,9 +154,11 @@ class Sampled(AboutCaller):
     request_id: str | None = None
     """vLLM's: part of the answer's id and of the request's name in logs, unless there is a header `X-Request-Id`."""
     priority: int = 0
-    """vLLM's. Accepted; requests are served in order of arrival, and `X-Tandem-Ignored` says so."""
-    return_token_ids: bool = False
-    """vLLM's: return the tokens' ids; here also which of them the draft proposed, and how much text each completed."""
+    """vLLM's: of the requests that wait for a place, those with a lower value go first, and equal ones by turns among
+    clients."""
+    return_token_ids: bool | None = None
+    """vLLM's: return the ids of the prompt's and the completion's tokens; here also which of them the draft proposed,
+    and how much text each completed."""
     return_probabilities: bool = False
     """Tandem's: with `return_token_ids`, how probable draft and target found each token; null where the acceptance rule
     does not need it."""
@@ -183,22 +184,43 @@ class Sampled(AboutCaller):
     """`structured_outputs.choice`."""
     guided_grammar: str | None = None
     """`structured_outputs.grammar`."""
-    allowed_token_ids: Any = _only(because=_UNCONSTRAINED)
-    bad_words: Any = _only([], because=_UNCONSTRAINED)
+    allowed_token_ids: Items[int] | None = None
+    """vLLM's: write only tokens of these ids, up to `max_logit_biases`."""
+    bad_words: Items[str] | None = None
+    """vLLM's: do not write these texts, as the tokenizer splits each by itself; the form with a space before it counts
+    where it begins with another token and has as many. Up to 256."""
     use_beam_search: Any = _only(False, because=_NO_BEAMS)
     length_penalty: Any = _only(1.0, because=_NO_BEAMS)
     skip_special_tokens: bool = True
     """vLLM's: false writes special tokens into the text."""
     spaces_between_special_tokens: Any = _only(True, because="the tokenizer decides about spaces")
-    truncate_prompt_tokens: Any = _only(because="this coordinator does not shorten prompts")
-    prompt_logprobs: Any = _only(because="prompts are scored by echo with logprobs of a completion")
+    truncate_prompt_tokens: int | None = None
+    """vLLM's: keep only so many tokens of a longer prompt; -1: as many as leave room for a token."""
+    truncation_side: Literal["left", "right"] | None = None
+    """vLLM's: the end of the prompt at which they are left out; by default `left`, the beginning."""
+    prompt_logprobs: int | None = None
+    """vLLM's: return log probabilities of the prompt's tokens and of this many alternatives, up to 20. Not in a
+    stream."""
     logits_processors: Any = _only(because="no code of a client is run")
-    return_tokens_as_token_ids: Any = _only(False, because="ask for return_token_ids")
+    return_tokens_as_token_ids: bool | None = None
+    """vLLM's: log probabilities name tokens `token_id:{id}`, in place of their texts."""
     cache_salt: str | None = None
     """vLLM's: keeps the request apart from the caller's requests with another salt or none, which then share no prefix
     cache and no earlier answers ([security.md](security.md#callers)). 1 to 256 characters."""
+    session_id: str | None = Field(default=None, description=_TAKEN)
     kv_transfer_params: Any = _only(because="KV caches are not handed over")
+    ec_transfer_params: Any = _only(because=_TEXT_ONLY)
     vllm_xargs: Any = _only({}, because="they are vLLM's own")
+    mm_payload: Any = _only(because=_TEXT_ONLY)
+    return_mm_kwargs: Any = _only(False, because=_TEXT_ONLY)
+    logprob_token_ids: Any = _only([], because="alternatives are the most probable tokens")
+    routed_experts_prompt_start: Any = _only(0, because="experts are not reported")
+    return_token_offsets: Any = _only(False, because="text_lengths of return_token_ids say where tokens lie")
+    return_weight_versions: Any = _only(False, because="weights do not change while they are served")
+    repetition_detection: Any = _only(because="use repetition_penalty, or stop strings")
+    thinking_token_budget: Any = _only(-1, because="reasoning has no limit of its own; set max_tokens")
+    watermarking: Any = _only(False, because="texts are not marked")
+    stream_interval: Any = _only(because="it is an option of the coordinator")
 
     @property
     def choices(self) -> int:
@@ -217,7 +239,7 @@ class Sampled(AboutCaller):
 
     @property
     def passed_over(self) -> tuple[str, ...]:
-        return ("priority",) if self.priority else ()
+        return ("prompt_logprobs",) if self.prompt_logprobs is not None and self.stream else ()
 
     @property
     def alternatives(self) -> int | None:
@@ -251,6 +273,10 @@ class Sampled(AboutCaller):
             yield f"n is {self.choices}{of}; it must make at most {MAX_CHOICES} completions"
         if self.stream_options is not None and not self.stream:
             yield "stream_options is set; it needs stream true"
+        if self.allowed_token_ids == []:
+            yield "allowed_token_ids is []; it must hold an id, or be left out"
+        if self.stream and (self.prompt_logprobs or 0) > 0:
+            yield f"prompt_logprobs is {self.prompt_logprobs} and stream is true; it must be 0 or left out in a stream"
 
 
 class CompletionBody(Sampled):
@@ -264,8 +290,8 @@ class CompletionBody(Sampled):
     best_of: int | None = None
     """It must be `n`: completions are not ranked."""
     echo: bool = False
-    """Begin with the prompt, and with its log probabilities if `logprobs` is set. `max_tokens` may be 0. The target
-    serves it without drafts."""
+    """Begin with the prompt, and with its log probabilities if `logprobs` is set. `max_tokens` may be 0."""
+    prompt_embeds: Any = _only(because="prompts are text or token ids")
     suffix: Any = _only("", because="text is completed at its end only")
     add_special_tokens: Any = _only(
         True, because="a text prompt has the tokenizer's special tokens; send token ids"
@@ -309,13 +335,21 @@ class Chat(Body):
 
     messages: Items[Message] | None = Field(default=None, min_length=1, max_length=MAX_CHAT_MESSAGES)
     """The chat."""
+    chat_template: str | None = None
+    """vLLM's: the template that makes the prompt in place of the model's, within the same bounds
+    ([Chats](#chats))."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """vLLM's: variables for the model's template."""
+    """vLLM's: variables for the template."""
     add_generation_prompt: bool = True
     """vLLM's: end the prompt where the answer begins."""
     continue_final_message: bool = False
     """vLLM's: end the prompt inside the last message, which the answer continues; `add_generation_prompt` need not be
     said."""
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """The functions that the template is given."""
+        return []
 
     def refusals(self) -> Iterator[str]:
         yield from super().refusals()
@@ -332,6 +366,8 @@ class ChatBody(Chat, Sampled):
 
     messages: Items[Message] = Field(min_length=1, max_length=MAX_CHAT_MESSAGES)
     """The chat."""
+    echo: bool = False
+    """vLLM's: begin the answer with the last message's text, if that is the assistant's or is continued."""
     reasoning_effort: str | None = None
     """A variable for the model's template, as in vLLM."""
     logprobs: bool | None = None
@@ -354,9 +390,24 @@ class ChatBody(Chat, Sampled):
     prediction: Any = _only(because="drafts come from the draft service")
     web_search_options: Any = _only(because="nothing is searched")
     verbosity: Any = _only("medium", because="the model has no such setting")
-    include_reasoning: Any = _only(True, because="reasoning is not separated from the answer")
+    include_reasoning: bool | None = None
+    """vLLM's: false leaves the reasoning that is told from the answer out of it."""
+    media_io_kwargs: Any = _only({}, because=_TEXT_ONLY)
+    return_prompt_text: Any = _only(False, because="return_token_ids returns the prompt's ids")
     documents: Any = _only(because="set them in chat_template_kwargs")
-    chat_template: Any = _only(because="the template is the server's")
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        return (self.tools or []) if self.may_call else []
+
+    @property
+    def echoed(self) -> str:
+        """The text of the last message, with which the answer begins as well; empty without `echo`."""
+        last = self.messages[-1]
+        role = last.role if not self.add_generation_prompt or self.continue_final_message else "assistant"
+        if not self.echo or last.role != role:
+            return ""
+        return as_one_text("messages", last.content) or ""
 
     @property
     def may_call(self) -> bool:
@@ -400,8 +451,16 @@ class TokenizeBody(Chat):
     """The prompt."""
     add_special_tokens: bool = True
     """Add the special tokens of a prompt; a chat's template writes them itself."""
+    tools: Items[dict[str, Any]] | None = None
+    """Functions, for the template."""
+    media_io_kwargs: Any = _only({}, because=_TEXT_ONLY)
+    mm_processor_kwargs: Any = _only({}, because=_TEXT_ONLY)
     return_token_strs: bool = False
     """Return each token as the tokenizer spells it."""
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        return self.tools or []
 
     def refusals(self) -> Iterator[str]:
         if (self.prompt is None) == (self.messages is None):

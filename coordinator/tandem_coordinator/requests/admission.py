@@ -129,18 +129,20 @@ class Admission:
         )
 
     @asynccontextmanager
-    async def place(self, deadline_seconds: float | None, client: str = "") -> AsyncIterator[Place]:
+    async def place(
+        self, deadline_seconds: float | None, client: str = "", priority: int = 0
+    ) -> AsyncIterator[Place]:
         """A place for as long as the block lasts, had within the deadline. The request may release it in between."""
         if not self._places.has_room(client) and self.queued >= self.max_queued:
             raise self.refusal()
         try:
             async with asyncio.timeout(deadline_seconds):
-                await self._places.take(client)
+                await self._places.take(client, priority)
         except TimeoutError:
             raise DeadlineError(
                 f"the request waited {deadline_seconds:g} s for a place, which is all it was given"
             ) from None
-        place = Place(self, client)
+        place = Place(self, client, priority)
         try:
             yield place
         finally:
@@ -156,11 +158,12 @@ class Admission:
 class Place:
     """A request's place. The request may release it, and take one again later."""
 
-    def __init__(self, admission: Admission, client: str) -> None:
+    def __init__(self, admission: Admission, client: str, priority: int = 0) -> None:
         self.held_seconds = 0.0
         """Seconds for which it was held, without the time since it was last taken."""
         self.client = client
         """The address of the request's client; empty: not known."""
+        self._priority = priority
         self._admission = admission
         self._since: float | None = admission.clock()
 
@@ -174,7 +177,7 @@ class Place:
         """Wait for a place again, behind the client's other requests. One that has begun is never refused."""
         self._admission._returning += 1
         try:
-            await self._admission._places.take(self.client)
+            await self._admission._places.take(self.client, self._priority)
         finally:
             self._admission._returning -= 1
         self._since = self._admission.clock()

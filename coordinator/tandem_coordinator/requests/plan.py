@@ -29,6 +29,7 @@ from tandem.model.types import (
     SamplingDefaults,
     SamplingParams,
     TargetOptions,
+    TruncationSide,
     Verification,
     VocabularyMapping,
 )
@@ -89,15 +90,9 @@ class Models:
         return None if per_token is None else per_token * self.target.max_length
 
     def with_defaults(self, request: GenerationRequest) -> GenerationRequest:
-        """The request with the sampling defaults filled in, and greedy where its temperature is too low to compute.
-
-        A request that scores its prompt (`echo` with `logprobs`) gets no repetition penalty that it does not name: that
-        would change the prompt's probabilities.
-        """
+        """The request with the sampling defaults filled in, and greedy where its temperature is too low to compute."""
         defaults = self.sampling_defaults
         names = [name for name in DEFAULT_NAMES if name in _SAMPLING and getattr(request, name) is None]
-        if request.echo and request.logprobs is not None and "repetition_penalty" in names:
-            names.remove("repetition_penalty")
         values = {name: getattr(defaults, name) for name in names}
         filled = replace(request, **values)
         if filled.temperature is not None and 0.0 < filled.temperature < MIN_TEMPERATURE:
@@ -138,6 +133,8 @@ class Plan:
     """Followed when acceptance is relaxed inside them."""
     grammar: GrammarState | None
     """The grammar of the completion, before its first token; None for any text."""
+    forbidden_sequences: tuple[tuple[int, ...], ...]
+    """Sequences of token ids that the completion does not hold."""
     scopes: RequestScopes
     settings: CoordinatorSettings
     models: Models
@@ -188,19 +185,32 @@ class Plan:
     def max_length(self) -> int:
         return len(self.prompt) + self.limits.max_tokens
 
-    def target_options(self, client: str = "") -> TargetOptions:
-        """Options with which its sequence opens on a target, with the client's address.
-
-        As in vLLM, `min_tokens` suppresses the model's end-of-sequence ids even where `ignore_eos` permits them.
-        """
+    @property
+    def shows_prompt(self) -> bool:
+        """True if the first chunk is about the prompt."""
         request = self.request
-        ends = {*self.models.target.eos_token_ids, *request.stop_token_ids} if request.min_tokens > 0 else ()
+        return request.echo or (request.prompt_logprobs is not None and not request.delivered_token_ids)
+
+    def scoring_options(self, client: str = "") -> TargetOptions:
+        """Options of a sequence whose rows score the prompt, which nothing changes that is for the completion."""
+        return replace(
+            self.target_options(client),
+            sampling=SamplingParams(),
+            adjustments=LogitAdjustments(),
+            grammar=None,
+            acceptance=None,
+            draft_top_k=0,
+        )
+
+    def target_options(self, client: str = "") -> TargetOptions:
+        """Options with which its sequence opens on a target, with the client's address."""
+        request = self.request
         return TargetOptions(
             request_id=self.request_id,
             sampling=self.sampling,
             max_length=self.max_length,
             prompt_length=len(self.prompt),
-            adjustments=LogitAdjustments(request.logit_bias, request.min_tokens, tuple(sorted(ends))),
+            adjustments=validation.adjustments_of(request, self.models.target, self.forbidden_sequences),
             client=client,
             scope=self.scopes.prefix,
             end_token_ids=tuple(sorted({*self.limits.eos_token_ids, *self.limits.stop_token_ids})),
@@ -269,10 +279,22 @@ async def make_plan(
     prompt = request.prompt
     if isinstance(prompt, str):
         prompt = await models.encoder.encode(prompt)
+    prompt = truncate(prompt, request, models.target)
+    forbidden: tuple[tuple[int, ...], ...] = ()
+    if request.bad_words:
+        forbidden = await models.encoder.encode_words(request.bad_words, models.target.vocabulary_size)
     options = requested_options(settings, request, _auto_rule(settings, request, choose_rule))
     options = for_draft(options, models.draft)
-    penalties = settings.draft_model_penalties
-    validation.TokenizedRequest(request, prompt, models.target, models.draft, options, penalties).check()
+    validation.TokenizedRequest(
+        request,
+        prompt,
+        models.target,
+        models.draft,
+        options,
+        settings.draft_model_penalties,
+        forbidden,
+        echo_without_draft=settings.compatibility == "max",
+    ).check()
     grammar = None
     if request.grammar is not None:
         assert models.grammars is not None, "structured output needs a compiler of grammars"
@@ -312,19 +334,28 @@ async def make_plan(
         kept_out_by=kept_out_by,
         think_spans=think_spans(models.tokenizer) if options.use_relaxed_acceptance_for_thinking else None,
         grammar=grammar,
+        forbidden_sequences=forbidden,
         scopes=scopes,
         settings=settings,
         models=models,
     )
 
 
+def truncate(prompt: tuple[int, ...], request: GenerationRequest, target: ModelInfo) -> tuple[int, ...]:
+    """The prompt, shortened as the request says."""
+    count = request.truncate_prompt_tokens
+    if count == -1:
+        count = target.max_length - 1
+    if count is None or not 0 < count < len(prompt):
+        return prompt
+    return prompt[:count] if request.truncation_side is TruncationSide.RIGHT else prompt[-count:]
+
+
 def keep_out(request: GenerationRequest, bounds: RequestBounds, models: Models) -> tuple[str, ...]:
-    """Names of the request's fields because of which the target serves it alone, as configured: `echo`, or penalties.
-    None where no draft would propose in any case."""
+    """Names of the request's penalties because of which the target serves it alone, as configured. None where no draft
+    would propose in any case."""
     if models.draft is None or not request.speculation:
         return ()
-    if request.echo and bounds.compatibility != "max" and not validation.never_proposes(request):
-        return ("echo",)
     is_alone = validation.is_separate_model(models.draft) and bounds.draft_model_penalties == "target-only"
     return validation.penalties_of(models.with_defaults(request)) if is_alone else ()
 

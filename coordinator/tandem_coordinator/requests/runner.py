@@ -16,13 +16,20 @@ from typing import NoReturn
 from tandem.errors import AbortedError, plural
 from tandem.model.admin import Outcomes
 from tandem.model.speculation_state import SpeculationState
-from tandem.model.types import Chunk, GenerationRequest, SpeculationStats, TokenLogprobs
+from tandem.model.types import (
+    Chunk,
+    GenerationRequest,
+    RowKind,
+    SpeculationStats,
+    TargetOptions,
+    TokenLogprobs,
+)
 from tandem.rpc.channels import Deadline
 from tandem.serving.scopes import CallerScopes, kinds_of
 from tandem_coordinator import speculation_report
 from tandem_coordinator.controller import RequestController, SpeculationController, Terms, request_kind
 from tandem_coordinator.decoding.completion import Completion
-from tandem_coordinator.decoding.logprobs import details_of, prompt_logprobs
+from tandem_coordinator.decoding.logprobs import details_of, prompt_logprobs, with_most_probable
 from tandem_coordinator.replicas.compatibility import head_of
 from tandem_coordinator.replicas.registry import ReplicaRegistry
 from tandem_coordinator.requests.admission import Admission, Place
@@ -104,7 +111,7 @@ class RequestRunner:
                 request, self.bounds, models.target.max_length, models.max_text_bytes, models.draft
             )
             bounded.check()
-            async with self.admission.place(deadline.remaining_seconds, peer) as place:
+            async with self.admission.place(deadline.remaining_seconds, peer, request.priority) as place:
                 observer.admitted()
                 scopes = self._scopes.of(token=token, address=peer, salt=request.cache_salt)
                 plan = await make_plan(request, name, self.bounds, self.models, scopes, self._choose_rule)
@@ -146,15 +153,15 @@ class RequestRunner:
                 observer.round_ended,
             ),
         )
-        target = FailoverTarget(
-            self.replicas.targets,
-            plan.target_options(place.client),
-            RowChoice(plan.rule, plan.row_kind, plan.models.target.vocabulary_size),
-            events,
-            observer,
-            deadline,
-            plan.settings.target_wait_seconds,
-        )
+
+        def open_target(options: TargetOptions, kind: RowKind) -> FailoverTarget:
+            rows = RowChoice(plan.rule, kind, plan.models.target.vocabulary_size)
+            wait_seconds = plan.settings.target_wait_seconds
+            return FailoverTarget(
+                self.replicas.targets, options, rows, events, observer, deadline, wait_seconds
+            )
+
+        target = open_target(plan.target_options(place.client), plan.row_kind)
         speculation = self._speculation(plan)
         draft = self._draft(plan, speculation, events, observer, place.client, target)
         active = ActiveRequest(plan, completion, place, tally, draft, target, speculation)
@@ -165,8 +172,11 @@ class RequestRunner:
                 events.subscribe(speculation.round_ended)
             await streams.enter_async_context(_close_at_end(draft))
             await streams.enter_async_context(_close_at_end(target))
-            if plan.request.echo:
-                await queue.put(self._with_summary(await _echo_prompt(plan, completion, target), active))
+            if plan.shows_prompt:
+                scoring = open_target(plan.scoring_options(place.client), RowKind.DENSE)
+                async with aclosing(_show_prompt(plan, completion, scoring)) as shown:
+                    async for chunk in shown:
+                        await queue.put(self._with_summary(chunk, active))
             session = RoundSession(
                 completion,
                 draft,
@@ -254,8 +264,7 @@ class RequestRunner:
         if not self.replicas.drafts.addresses and plan.models.draft is None:
             return speculation_report.NO_DRAFT
         if plan.kept_out_by:
-            is_echo = plan.request.echo
-            return speculation_report.ECHOED if is_echo else speculation_report.PENALIZED
+            return speculation_report.PENALIZED
         return speculation_report.NOT_ASKED if plan.settings.speculation else speculation_report.DISABLED
 
     def _load(self, target_address: str | None) -> int:
@@ -296,14 +305,25 @@ class RequestRunner:
         return self.speculation.choose_rule(names, draft, temperature, self.admission.running)
 
 
-async def _echo_prompt(plan: Plan, completion: Completion, target: FailoverTarget) -> Chunk:
-    """The prompt as the first chunk, and the last one of a completion of no tokens."""
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    if plan.request.logprobs is not None:
-        logprobs = await prompt_logprobs(
-            plan.begin(), target.verify, plan.request.logprobs, MAX_SPECULATIVE_TOKENS
-        )
-    return replace(completion.echoed(), logprobs=logprobs)
+async def _show_prompt(plan: Plan, completion: Completion, scoring: FailoverTarget) -> AsyncGenerator[Chunk]:
+    """What the request wants to know of its prompt, as the first chunks; the last one ends a completion of no tokens.
+    The target of `scoring` is only asked where that is log probabilities."""
+    request = plan.request
+    echoed = request.logprobs if request.echo else None
+    counts = [count for count in (echoed, request.prompt_logprobs) if count is not None]
+    found: tuple[TokenLogprobs, ...] = ()
+    if counts:
+        async with _close_at_end(scoring):
+            found = await prompt_logprobs(plan.begin(), scoring.verify, max(counts), MAX_SPECULATIVE_TOKENS)
+    if request.prompt_logprobs is not None:
+        scored = with_most_probable(found, request.prompt_logprobs)
+        # In parts: to write all at once would hold the event loop for long.
+        for start in range(0, len(scored), MAX_SPECULATIVE_TOKENS):
+            part = slice(start, start + MAX_SPECULATIVE_TOKENS)
+            yield Chunk("", (), (), (), prompt_token_ids=plan.prompt[part], prompt_logprobs=scored[part])
+    if request.echo:
+        logprobs = () if echoed is None else with_most_probable(found, echoed)
+        yield replace(completion.echoed(), logprobs=logprobs)
 
 
 @asynccontextmanager

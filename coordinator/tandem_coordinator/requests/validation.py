@@ -13,7 +13,7 @@ from tandem.config.names import OWN_METHODS, canonical_name
 from tandem.config.rule import Rule, broken, refuse, rule, spelled, within
 from tandem.errors import plural
 from tandem.model.sampling.ranges import request_sampling_rules
-from tandem.model.types import MAX_LOGIT_BIAS, GenerationRequest, ModelInfo, RowKind
+from tandem.model.types import MAX_LOGIT_BIAS, GenerationRequest, LogitAdjustments, ModelInfo, RowKind
 from tandem.serving.scopes import MAX_SALT_LENGTH
 from tandem_coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, CoordinatorSettings, RequestBounds
 
@@ -59,6 +59,10 @@ def too_long(token_count: int, max_length: int) -> Iterator[str]:
         )
 
 
+MAX_BAD_WORDS = 256
+"""Each makes up to two sequences of tokens, which are compared with the end of the completion at each position."""
+
+
 def too_many(request: Any, bounds: RequestBounds) -> Iterator[str]:
     """Yield a sentence for each list with too many items, of a request or of the protocol's GenerateRequest, whose
     fields have the same names."""
@@ -71,6 +75,13 @@ def too_many(request: Any, bounds: RequestBounds) -> Iterator[str]:
         ),
         ("logit_bias names {} token ids", len(request.logit_bias), bounds.max_logit_biases),
         ("stop_token_ids has {} ids", len(request.stop_token_ids), bounds.max_stop_token_ids),
+        ("allowed_token_ids has {} ids", len(request.allowed_token_ids), bounds.max_logit_biases),
+        ("bad_words has {} texts", len(request.bad_words), MAX_BAD_WORDS),
+        (
+            "bad_words holds a text of {} characters",
+            max(map(len, request.bad_words), default=0),
+            bounds.max_stop_length,
+        ),
     ):
         if count > maximum:
             yield f"{sentence.format(count)}; it must be at most {maximum}"
@@ -82,15 +93,18 @@ def too_many(request: Any, bounds: RequestBounds) -> Iterator[str]:
 )
 def _prompt_size(subject: BoundedRequest) -> Iterator[str]:
     """Token ids take some 36 bytes each while they wait; how many a text has is known once it has its place."""
-    prompt = subject.request.prompt
+    request = subject.request
+    prompt = request.prompt
+    is_shortened = request.truncate_prompt_tokens is not None
     if isinstance(prompt, str):
-        return too_much_text(prompt, subject.bounds, subject.max_text_bytes)
-    return too_long(len(prompt), subject.max_length)
+        return too_much_text(prompt, subject.bounds, None if is_shortened else subject.max_text_bytes)
+    return iter(()) if is_shortened else too_long(len(prompt), subject.max_length)
 
 
 @rule(
     "There are at most `max_stop_strings`, each of at most `max_stop_length` characters, at most `max_logit_biases` "
-    "ids in `logit_bias`, and at most `max_stop_token_ids`."
+    "ids in `logit_bias` and in `allowed_token_ids`, at most `max_stop_token_ids`, and at most "
+    f"{MAX_BAD_WORDS} `bad_words` as long as stop strings."
 )
 def _counts(subject: BoundedRequest) -> Iterator[str]:
     return too_many(subject.request, subject.bounds)
@@ -165,6 +179,10 @@ class TokenizedRequest:
     """Options of the acceptance rule: the configuration, overridden by the request."""
     draft_model_penalties: str = "refuse"
     """The coordinator's option."""
+    forbidden_sequences: tuple[tuple[int, ...], ...] = ()
+    """The request's bad words as token ids."""
+    echo_without_draft: bool = False
+    """True if no draft may propose where the prompt is echoed."""
 
     def check(self) -> None:
         """Refuse it if it can never be completed."""
@@ -229,6 +247,58 @@ _MAX_LISTED = 8
 def _listed(values: Sequence[str]) -> str:
     more = len(values) - _MAX_LISTED
     return ", ".join(values[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def adjustments_of(
+    request: GenerationRequest, target: ModelInfo, forbidden_sequences: tuple[tuple[int, ...], ...] = ()
+) -> LogitAdjustments:
+    """What a request changes in the target's logits.
+
+    As in vLLM, `min_tokens` suppresses the model's end-of-sequence ids even where `ignore_eos` permits them.
+    """
+    ends = {*target.eos_token_ids, *request.stop_token_ids} if request.min_tokens > 0 else ()
+    return LogitAdjustments(
+        request.logit_bias,
+        request.min_tokens,
+        tuple(sorted(ends)),
+        tuple(sorted({*request.allowed_token_ids})),
+        forbidden_sequences,
+    )
+
+
+@rule(
+    "`allowed_token_ids` are in the target's vocabulary, no text of `bad_words` is empty, both leave a token at each "
+    "position, and neither stands beside structured output or synthetic acceptance."
+)
+def _allowed_tokens(subject: TokenizedRequest) -> Iterator[str]:
+    request = subject.request
+    yield from outside_vocabulary("allowed_token_ids holds", request.allowed_token_ids, subject.target)
+    if "" in map(str.strip, request.bad_words):
+        yield "bad_words holds an empty text; each must have a character that is no space"
+    named = [name for name in ("allowed_token_ids", "bad_words") if getattr(request, name)]
+    if not named:
+        return
+    verb = f"{' and '.join(named)} {'is' if len(named) == 1 else 'are'} set"
+    adjustments = adjustments_of(request, subject.target, subject.forbidden_sequences)
+    if adjustments.leaves_no_token(subject.target.vocabulary_size):
+        yield (
+            f"{verb} so that no token may be left; some allowed token must be the last one of no bad word and, with "
+            "min_tokens, not end the completion"
+        )
+    if request.grammar is not None:
+        yield f"{verb} and structured output is asked for; one of them must be left out: the form binds the tokens"
+    if request.speculation and checked_strategy(subject.options) is SYNTHETIC and subject.draft is not None:
+        yield (
+            f"{verb} and the rule is synthetic; name another rejection_sampling_strategy: synthetic acceptance takes "
+            "tokens whatever they are"
+        )
+
+
+@rule("`truncate_prompt_tokens` is -1, or from 1 to one less than `max_length`.")
+def _truncation(subject: TokenizedRequest) -> Iterator[str]:
+    count, most = subject.request.truncate_prompt_tokens, subject.target.max_length - 1
+    if count is not None and count != -1 and not 1 <= count <= most:
+        yield f"truncate_prompt_tokens is {count}; it must be -1, or from 1 to {most}"
 
 
 @rule(
@@ -306,25 +376,19 @@ def never_proposes(request: GenerationRequest) -> bool:
     return request.max_tokens is not None and request.max_tokens <= 1
 
 
-@rule("With `echo` no draft proposes; with `logprobs` beside it, nothing changes the target's logits.")
+@rule("With `echo` no draft proposes under `compatibility` max, and no earlier stream has delivered tokens.")
 def _echo(subject: TokenizedRequest) -> Iterator[str]:
     request = subject.request
     if not request.echo:
         return
-    if request.speculation and subject.draft is not None and not never_proposes(request):
+    may_propose = request.speculation and subject.draft is not None and not never_proposes(request)
+    if may_propose and subject.echo_without_draft:
         yield (
             "echo is true and a draft proposes; it must be false: set max_tokens to 0 or 1, or turn speculation off "
             "for this request"
         )
     if request.delivered_token_ids:
         yield "echo is true and an earlier stream has delivered tokens; it must be false"
-    if request.logprobs is None:
-        return
-    if request.grammar is not None or request.logit_bias or request.min_tokens > 0 or penalties_of(request):
-        yield (
-            "echo is true and logprobs are asked for; structured output, logit_bias, min_tokens and penalties must be "
-            "left out: they are for completions, and change no prompt's probabilities"
-        )
 
 
 @rule("With structured output `ignore_eos` is false, `min_tokens` 0, and acceptance not synthetic.")
@@ -377,9 +441,13 @@ REQUEST_RULES: tuple[Rule[TokenizedRequest], ...] = (
     within("num_speculative_tokens", 1, of=_request),
     within("seed", -(2**63), 2**63 - 1, "a signed 64-bit integer", of=_request),
     within("logprobs", 0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}", of=_request),
+    within("prompt_logprobs", 0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}", of=_request),
+    within("priority", -(2**31), 2**31 - 1, "a signed 32-bit integer", of=_request),
     _rows_with_logprobs,
     _stops,
     _logit_bias,
+    _allowed_tokens,
+    _truncation,
     within("min_tokens", 0, of=_request),
     _min_tokens_fit,
     _max_tokens_fit,

@@ -54,7 +54,7 @@ class RequestBounds(Options):
     max_stop_length: int = Field(default=256, ge=1)
     """Maximum characters of a stop string."""
     max_logit_biases: int = Field(default=1024, ge=0)
-    """Maximum token ids in a request's logit_bias."""
+    """Maximum token ids in a request's logit_bias, and in its allowed_token_ids."""
     max_stop_token_ids: int = Field(default=256, ge=0)
     """Maximum stop token ids of a request."""
     structured_output: Literal["allow", "refuse"] = "allow"

@@ -734,5 +734,5 @@ def _go_on(
 def _with_tokens(job: Job[RowRequest]) -> RowRequest | InvalidRequestError:
     if job.prepared is not None:
         return cast("RowRequest | InvalidRequestError", job.prepared.result()[job])
-    penalizes = job.payload.options.sampling.penalizes
-    return job.payload.with_tokens(job.sequence.token_ids) if penalizes else job.payload
+    request = job.payload
+    return request.with_tokens(job.sequence.token_ids) if request.options.reads_tokens else request

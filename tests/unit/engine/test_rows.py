@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
 )
@@ -192,12 +196,67 @@ def test_a_support_row_gives_a_suppressed_token_no_probability() -> None:
     assert [mass > 0.0 for mass in masses] == [False, False, True, True]
 
 
+IDS = st.integers(0, VOCABULARY_SIZE - 1)
+
+
+@given(
+    st.lists(IDS, max_size=8),
+    st.lists(st.lists(IDS, min_size=1, max_size=4).map(tuple), max_size=6),
+    st.lists(IDS, min_size=ROW_COUNT, max_size=12),
+    st.integers(0, 6),
+)
+def test_what_the_completion_may_not_hold_has_no_probability_at_any_position(
+    allowed: list[int], sequences: list[tuple[int, ...]], tokens: list[int], prompt_length: int
+) -> None:
+    """By the definition: what a sequence would end with, behind the tokens of the completion before each row, a
+    proposal's too."""
+    base_length = len(tokens) - ROW_COUNT + 1
+    prompt_length = min(prompt_length, base_length)
+    wanted = LogitAdjustments(allowed_token_ids=tuple(allowed), forbidden_sequences=tuple(sequences))
+    logits = logits_of()
+    found = adjusted(logits, wanted, prompt_length, base_length, tokens)
+    for row in range(ROW_COUNT):
+        completion = tuple(tokens[prompt_length : base_length + row])
+        for token_id in range(VOCABULARY_SIZE):
+            written = (*completion, token_id)
+            is_forbidden = any(written[-len(each) :] == each for each in sequences)
+            is_allowed = (not allowed or token_id in allowed) and not is_forbidden
+            assert float(found[row, token_id]) == (float(logits[row, token_id]) if is_allowed else -math.inf)
+
+
+def test_bad_words_agree_with_transformers() -> None:
+    """Its processor reads the prompt too, which holds none of these sequences."""
+    sequences = ((2, 6), (5,), (9, 2, 6), (6, 5, 3))
+    processor = NoBadWordsLogitsProcessor([list(each) for each in sequences], eos_token_id=None)
+    logits = logits_of()
+    found = adjusted(logits, LogitAdjustments(forbidden_sequences=sequences), 0, BASE_LENGTH, TOKENS)
+    assert torch.equal(found, reference([processor], logits))
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        LogitAdjustments(allowed_token_ids=(3, 4), forbidden_sequences=((3,), (5, 4))),
+        LogitAdjustments(forbidden_sequences=tuple((token_id,) for token_id in range(12))),
+        LogitAdjustments({}, 1, (3, 4), (3, 4)),
+    ],
+)
+def test_adjustments_that_may_leave_no_token_are_refused(wanted: LogitAdjustments) -> None:
+    with pytest.raises(InvalidRequestError, match="may leave no token"):
+        check_ids(wanted, 12)
+
+
 def test_ids_outside_the_vocabulary_are_refused() -> None:
-    check_ids(LogitAdjustments({11: 1.0}, 2, (0,)), 12)
-    for wanted in (LogitAdjustments({12: 1.0}), LogitAdjustments({}, 1, (-1,))):
+    check_ids(LogitAdjustments({11: 1.0}, 2, (0,), (1, 11), ((0, 11), (2,))), 12)
+    for wanted in (
+        LogitAdjustments({12: 1.0}),
+        LogitAdjustments({}, 1, (-1,)),
+        LogitAdjustments(allowed_token_ids=(0, 12)),
+        LogitAdjustments(forbidden_sequences=((0, 12, 1),)),
+    ):
         with pytest.raises(InvalidRequestError, match=r"must be in 0\.\.11"):
             check_ids(wanted, 12)
-    with pytest.raises(InvalidRequestError, match="every token ends"):
+    with pytest.raises(InvalidRequestError, match="may leave no token"):
         check_ids(LogitAdjustments({}, 1, (0, 1)), 2)
 
 

@@ -105,6 +105,13 @@ CHANGES: list[tuple[str, Any]] = [
     ("cache_salt", "pepper"),
     ("ignore_eos", True),
     ("logit_bias", {"5": 1.5}),
+    ("allowed_token_ids", [5, 6]),
+    ("bad_words", ["x"]),
+    ("truncate_prompt_tokens", 3),
+    ("truncation_side", "right"),
+    ("prompt_logprobs", 2),
+    ("priority", 3),
+    ("chat_template", "{{ messages[0].content }}!"),
     ("frequency_penalty", 0.5),
     ("presence_penalty", 0.5),
     ("repetition_penalty", 1.2),
@@ -142,8 +149,10 @@ TAKEN: list[tuple[str, Any]] = [
     ("stream", True),
     ("stream_options", {"include_usage": True, "continuous_usage_stats": True}),
     ("request_id", "mine"),
-    ("priority", 3),
     ("return_token_ids", True),
+    ("return_tokens_as_token_ids", True),
+    ("include_reasoning", False),
+    ("session_id", "s"),
     ("timeout_seconds", 5.0),
     ("user", "someone"),
     ("metadata", {"a": "b"}),
@@ -182,7 +191,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "the completion's form is given 2 times"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos is true and structured output is asked for"),
     ({"best_of": 3}, "best_of is 3; it must be n, 1"),
-    ({"echo": True}, "echo is true and a draft proposes"),
+    ({"allowed_token_ids": []}, "allowed_token_ids is []; it must hold an id, or be left out"),
+    ({"bad_words": [""]}, "bad_words holds an empty text"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs is 1 and stream is true; it must be 0 or left out"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs is -1; it must be between 0 and 20"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0; it must be -1, or from 1 to 63"),
     ({"tools": [{"type": "function"}]}, 'tools.0 must be {"type": "function"'),
     ({"tools": [TOOL, TOOL]}, "tools.1 is named f as another is"),
     ({"tools": [TOOL], "tool_choice": "any"}, 'tool_choice is "any"; it must be none, auto, required, or'),
@@ -209,6 +222,8 @@ def takes(make: Any, name: str, value: Any = None) -> bool:
     """True if the endpoint has the field; `logprobs` is of another type in each."""
     if name == "logprobs" and value is not None:
         return isinstance(value, bool) == (make is chat)
+    if name == "echo" and value is not None:
+        return bool(make is completion)  # a chat's answer has it, and its request does not
     return name in type(make()).model_fields
 
 
@@ -268,6 +283,7 @@ def test_every_field_is_tested_and_has_a_meaning() -> None:
 async def test_options_arrive_as_they_are() -> None:
     """Every option of a request can be set, but for those that the endpoint decides itself."""
     own = {"row_kind", "grammar", "delivered_token_ids", "echo", "with_special_tokens", "probabilities"}
+    own.add("truncation_side")  # by name
     names = {field.name for field in fields(GenerationRequest)} - own - {"max_tokens_must_fit"}
     options = {name: value for name, value in CHANGES if name in names and takes(completion, name, value)}
     assert options.keys() == names

@@ -54,10 +54,13 @@ def test_max_new_tokens_limits_every_completion(asked: int | None, wanted: int) 
     assert models().with_defaults(replace(REQUEST, max_tokens=asked)).max_tokens == wanted
 
 
-def test_a_scored_prompt_gets_no_penalty_that_it_does_not_name() -> None:
-    scored = replace(REQUEST, echo=True, logprobs=0)
-    assert models().with_defaults(scored).repetition_penalty is None
-    assert models().with_defaults(replace(scored, logprobs=None)).repetition_penalty == 1.05
+async def test_a_prompt_is_scored_without_what_changes_its_completion() -> None:
+    scored = replace(REQUEST, prompt_logprobs=0, logit_bias={3: 1.0}, min_tokens=1)
+    plan = await plan_of(scored, settings(), models())
+    assert plan.target_options().adjustments
+    assert plan.target_options().sampling.penalizes
+    assert not plan.scoring_options().adjustments
+    assert not plan.scoring_options().sampling.penalizes
 
 
 async def test_a_plan_has_the_defaults_and_its_summary_says_them() -> None:
@@ -99,13 +102,10 @@ async def test_default_penalties_leave_a_draft_model_out_or_not_as_configured() 
         await plan_of(REQUEST, settings(compatibility="max"), own)
 
 
-async def test_echo_is_served_without_drafts_but_not_as_max() -> None:
+async def test_echo_is_served_with_drafts_but_not_as_max() -> None:
     own, echoed = models(SamplingDefaults(), NGRAM), replace(REQUEST, echo=True, max_tokens=8)
-    assert keep_out(echoed, settings(), own) == ("echo",)
-    assert (await plan_of(echoed, settings(), own)).num_speculative_tokens == 0
-    assert keep_out(echoed, settings(), models(SamplingDefaults())) == (), (
-        "no draft would propose in any case"
-    )
+    assert keep_out(echoed, settings(), own) == ()
+    assert (await plan_of(echoed, settings(), own)).num_speculative_tokens > 0
     as_max = settings(compatibility="max")
     with pytest.raises(InvalidRequestError, match="echo is true and a draft proposes"):
         await plan_of(echoed, as_max, own)

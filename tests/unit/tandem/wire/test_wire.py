@@ -270,7 +270,7 @@ VERIFIED = TargetOptions(
     "a scope",
     17,
     None,
-    LogitAdjustments({3: 0.1, 5: -100.0}, 4, (0, 7)),
+    LogitAdjustments({3: 0.1, 5: -100.0}, 4, (0, 7), (1, 2, 3), ((4,), (5, 6))),
     (2, 9),
     AcceptanceTerms("typical-acceptance", 0.25, 0.5),
     7,
@@ -319,6 +319,10 @@ OF_DRAFTS: list[tuple[draft.Request, str]] = [
 OF_TARGETS: list[tuple[target.Request, str]] = [
     (TargetOptions("r", PLAIN, prompt_length=-1), "prompt_token_count is -1"),
     (TargetOptions("r", PLAIN, adjustments=LogitAdjustments(min_tokens=-1)), "min_tokens is -1"),
+    (
+        TargetOptions("r", PLAIN, adjustments=LogitAdjustments(forbidden_sequences=((),))),
+        "holds an empty one",
+    ),
     (TargetOptions("r", PLAIN, adjustments=LogitAdjustments({3: 1e6})), "the bias of token 3 is 1e"),
     (TargetOptions("r", PLAIN, adjustments=LogitAdjustments({3: math.nan})), "token 3 is nan"),
     (VerifyStep(Delta(0, [1]), RowKind.TOKEN, 1, lead=9), "lead.credits is 9"),

@@ -176,11 +176,13 @@ async def test_an_echo_is_followed_by_the_targets_text(api: MakeApi) -> None:
         assert marked.choices[0].text == 2 * (TOKENIZER.id_to_token(0) or "")
         with pytest.raises(openai.BadRequestError, match="max_tokens is 0; it must be at least 1"):
             await client.completions.create(**asked | {"echo": False, "max_tokens": 0})
-        found = [
-            await client.completions.create(**SCORED, max_tokens=1, **others)
-            for others in ({}, {"logit_bias": json.loads('{"5": 90}')})
-        ]
-        first, second = ((each.choices[0].logprobs or pytest.fail()).token_logprobs or [] for each in found)
+        scores: list[Any] = []
+        for others in ({}, {"logit_bias": json.loads('{"5": 90}')}):
+            scored = await client.completions.create(**SCORED, max_tokens=1, **others)
+            logprobs = scored.choices[0].logprobs
+            assert logprobs is not None
+            scores.append(logprobs.token_logprobs)
+        first, second = scores
         assert first[:-1] == second[:-1], "a bias is for the completion"
         assert first[-1] != second[-1]
 

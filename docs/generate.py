@@ -4,6 +4,7 @@ messages in docs/protocol.md, and what several pages say of GPUs; `--check` tell
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
@@ -45,6 +46,8 @@ PAGE = Path(__file__).with_name("configuration.md")
 HTTP_PAGE = Path(__file__).with_name("http.md")
 FIELDS_BEGIN = "<!-- fields: written by docs/generate.py -->\n"
 FIELDS_END = "<!-- end of fields -->\n"
+PEER_FIELDS = Path(__file__).with_name("peer-fields.toml")
+"""The fields of other servers' requests."""
 
 PROTOCOL_PAGE = Path(__file__).with_name("protocol.md")
 MESSAGES_BEGIN = "<!-- messages: written by docs/generate.py from the comments in protos/ -->\n"
@@ -176,11 +179,34 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
+_PATHS = {"both": ("/v1/completions", "/v1/chat/completions"), "completions": ("/v1/completions",)}
+"""The paths of an endpoint in the table, where it is not the chat's."""
+
+
+def _peer_names(peers: Mapping[str, Any], field: str, endpoint: str) -> tuple[str, str]:
+    """The names that vLLM and SGLang have for a field; empty where they have none."""
+    paths = _PATHS.get(endpoint, ("/v1/chat/completions",))
+    found = []
+    for peer in ("vllm", "sglang"):
+        other = peers[peer].get("other_names", {}).get(field, "")
+        is_same = any(field in peers[peer]["fields"][path] for path in paths)
+        found.append("same" if is_same else ", ".join(f"`{name}`" for name in other.split(", ") if name))
+    vllm, sglang = found
+    return vllm, sglang
+
+
+def _tests(peers: Mapping[str, Any], field: str) -> str:
+    """The tests that show a field's effect."""
+    found = [f"`{Path(file).stem}`" for file, fields in peers["tests"].items() if field in fields]
+    return ", ".join(found) or "`test_schema`"
+
+
 def http_page() -> str:
     """docs/http.md with the table of fields as it is by now."""
     before, _, rest = HTTP_PAGE.read_text(encoding="utf-8").partition(FIELDS_BEGIN)
     after = rest.partition(FIELDS_END)[2]
-    kept: dict[tuple[str, str], list[str]] = {}
+    peers = tomllib.loads(PEER_FIELDS.read_text(encoding="utf-8"))
+    kept: dict[tuple[str, str, str, str], list[str]] = {}
     refused: dict[str, list[str]] = {}
     for field, endpoint, text in field_rows():
         name, words = f"`{field}`", " ".join(text.split())
@@ -189,8 +215,17 @@ def http_page() -> str:
             where = "" if endpoint == "both" else f" ({endpoint})"
             refused.setdefault(reason, []).append(name + where + condition)
         else:
-            kept.setdefault((endpoint, words), []).append(name)
-    table = _table(("field", "endpoint", "meaning"), [(", ".join(kept[key]), *key) for key in kept])
+            key = (endpoint, *_peer_names(peers, field, endpoint), words, _tests(peers, field))
+            kept.setdefault(key, []).append(name)
+    head = (
+        "field",
+        "endpoint",
+        f"vLLM {peers['vllm']['version']}",
+        f"SGLang {peers['sglang']['version']}",
+        "meaning",
+        "test",
+    )
+    table = _table(head, [(", ".join(names), *key) for key, names in kept.items()])
     reasons = "\n".join(f"- {', '.join(names)}: {reason}" for reason, names in refused.items())
     return f"{before}{FIELDS_BEGIN}{table}\n\nRefused by name:\n\n{reasons}\n{FIELDS_END}{after}"
 

@@ -119,6 +119,19 @@ class ResponsesBody(ChatDialect):
     """Accepted: it limits tools of OpenAI's."""
     reasoning: ResponseReasoning | None = None
     """Its `effort` is a variable for the model's template."""
+    stop: str | Items[str] | None = None
+    """As of a completion."""
+    logit_bias: dict[int, float] | None = None
+    """As of a completion."""
+    structured_outputs: dict[str, Any] | None = None
+    """As of a completion."""
+    include_reasoning: Any = only(True, because="reasoning is an item of the output")
+    spaces_between_special_tokens: Any = only(True, because="the tokenizer decides about spaces")
+    media_io_kwargs: Any = only({}, because="the model reads and writes text only")
+    mm_processor_kwargs: Any = only({}, because="the model reads and writes text only")
+    enable_response_messages: Any = only(
+        False, because="the prompt's and the answer's messages are not returned"
+    )
     stream_options: dict[str, Any] | None = None
     """Accepted: nothing is added against measuring lengths."""
     include: Items[str] | None = None
@@ -163,6 +176,9 @@ class ResponsesBody(ChatDialect):
             messages=[Message(**message) for message in self._messages()],
             response_format=None if self.text is None else self.text.response_format,
             max_completion_tokens=self.max_output_tokens,
+            stop=self.stop,
+            logit_bias=self.logit_bias,
+            structured_outputs=self.structured_outputs,
             tools=[*map(_chat_tool, self.tools)] if self.tools else None,
             tool_choice=_chat_tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,

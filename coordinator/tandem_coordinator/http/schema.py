@@ -22,6 +22,7 @@ from tandem_coordinator.settings.coordinator import MAX_CHAT_MESSAGES
 MAX_CHOICES = 16
 """Maximum completions of one request. Each takes a place among those that run, of which there are 256 by default."""
 
+_OTHER_NAME = "it is SGLang's name of {}"
 _NO_BEAMS = "this coordinator does not search in beams"
 _TEXT_ONLY = "the model reads and writes text only"
 _TAKEN = "Accepted, without effect."
@@ -39,9 +40,6 @@ def only(*taken: Any, because: str) -> Any:
     return Field(
         default=None, description=description, json_schema_extra={"enum": [None, *taken], "why": because}
     )
-
-
-_only = only
 
 
 class Known(BaseModel):
@@ -90,6 +88,9 @@ class AboutCaller(Body):
     service_tier: str | None = Field(default=None, description=_TAKEN)
     safety_identifier: str | None = Field(default=None, description=_TAKEN)
     prompt_cache_key: str | None = Field(default=None, description=_TAKEN)
+    prompt_cache_options: dict[str, Any] | None = Field(default=None, description=_TAKEN)
+    prompt_cache_retention: str | None = Field(default=None, description=_TAKEN)
+    session_id: str | None = Field(default=None, description=_TAKEN)
 
 
 class StreamOptions(Known):
@@ -189,11 +190,11 @@ class Sampled(AboutCaller):
     bad_words: Items[str] | None = None
     """vLLM's: do not write these texts, as the tokenizer splits each by itself; the form with a space before it counts
     where it begins with another token and has as many. Up to 256."""
-    use_beam_search: Any = _only(False, because=_NO_BEAMS)
-    length_penalty: Any = _only(1.0, because=_NO_BEAMS)
+    use_beam_search: Any = only(False, because=_NO_BEAMS)
+    length_penalty: Any = only(1.0, because=_NO_BEAMS)
     skip_special_tokens: bool = True
     """vLLM's: false writes special tokens into the text."""
-    spaces_between_special_tokens: Any = _only(True, because="the tokenizer decides about spaces")
+    spaces_between_special_tokens: Any = only(True, because="the tokenizer decides about spaces")
     truncate_prompt_tokens: int | None = None
     """vLLM's: keep only so many tokens of a longer prompt; -1: as many as leave room for a token."""
     truncation_side: Literal["left", "right"] | None = None
@@ -201,26 +202,33 @@ class Sampled(AboutCaller):
     prompt_logprobs: int | None = None
     """vLLM's: return log probabilities of the prompt's tokens and of this many alternatives, up to 20. Not in a
     stream."""
-    logits_processors: Any = _only(because="no code of a client is run")
+    logits_processors: Any = only(because="no code of a client is run")
     return_tokens_as_token_ids: bool | None = None
     """vLLM's: log probabilities name tokens `token_id:{id}`, in place of their texts."""
     cache_salt: str | None = None
     """vLLM's: keeps the request apart from the caller's requests with another salt or none, which then share no prefix
     cache and no earlier answers ([security.md](security.md#callers)). 1 to 256 characters."""
-    session_id: str | None = Field(default=None, description=_TAKEN)
-    kv_transfer_params: Any = _only(because="KV caches are not handed over")
-    ec_transfer_params: Any = _only(because=_TEXT_ONLY)
-    vllm_xargs: Any = _only({}, because="they are vLLM's own")
-    mm_payload: Any = _only(because=_TEXT_ONLY)
-    return_mm_kwargs: Any = _only(False, because=_TEXT_ONLY)
-    logprob_token_ids: Any = _only([], because="alternatives are the most probable tokens")
-    routed_experts_prompt_start: Any = _only(0, because="experts are not reported")
-    return_token_offsets: Any = _only(False, because="text_lengths of return_token_ids say where tokens lie")
-    return_weight_versions: Any = _only(False, because="weights do not change while they are served")
-    repetition_detection: Any = _only(because="use repetition_penalty, or stop strings")
-    thinking_token_budget: Any = _only(-1, because="reasoning has no limit of its own; set max_tokens")
-    watermarking: Any = _only(False, because="texts are not marked")
-    stream_interval: Any = _only(because="it is an option of the coordinator")
+    kv_transfer_params: Any = only(because="KV caches are not handed over")
+    ec_transfer_params: Any = only(because=_TEXT_ONLY)
+    vllm_xargs: Any = only({}, because="they are vLLM's own")
+    mm_payload: Any = only(because=_TEXT_ONLY)
+    return_mm_kwargs: Any = only(False, because=_TEXT_ONLY)
+    logprob_token_ids: Any = only([], because="alternatives are the most probable tokens")
+    routed_experts_prompt_start: Any = only(0, because="experts are not reported")
+    return_token_offsets: Any = only(False, because="text_lengths of return_token_ids say where tokens lie")
+    return_weight_versions: Any = only(False, because="weights do not change while they are served")
+    repetition_detection: Any = only(because="use repetition_penalty, or stop strings")
+    thinking_token_budget: Any = only(-1, because="reasoning has no limit of its own; set max_tokens")
+    watermarking: Any = only(False, because="texts are not marked")
+    stream_interval: Any = only(because="it is an option of the coordinator")
+    regex: Any = only(because=_OTHER_NAME.format("structured_outputs.regex"))
+    ebnf: Any = only(because=_OTHER_NAME.format("structured_outputs.grammar"))
+    json_schema: Any = only(because=_OTHER_NAME.format("structured_outputs.json"))
+    no_stop_trim: Any = only(False, because=_OTHER_NAME.format("include_stop_str_in_output"))
+    stop_regex: Any = only([], because="stop takes texts")
+    custom_logit_processor: Any = only(because="no code of a client is run")
+    return_hidden_states: Any = only(False, because="hidden states stay with the target")
+    lora_path: Any = only(because="the model is served without adapters")
 
     @property
     def choices(self) -> int:
@@ -291,9 +299,9 @@ class CompletionBody(Sampled):
     """It must be `n`: completions are not ranked."""
     echo: bool = False
     """Begin with the prompt, and with its log probabilities if `logprobs` is set. `max_tokens` may be 0."""
-    prompt_embeds: Any = _only(because="prompts are text or token ids")
-    suffix: Any = _only("", because="text is completed at its end only")
-    add_special_tokens: Any = _only(
+    prompt_embeds: Any = only(because="prompts are text or token ids")
+    suffix: Any = only("", because="text is completed at its end only")
+    add_special_tokens: Any = only(
         True, because="a text prompt has the tokenizer's special tokens; send token ids"
     )
 
@@ -382,19 +390,20 @@ class ChatBody(Chat, Sampled):
     """False: at most one call is demanded by `required`; the model's own choice is not bound."""
     functions: Items[dict[str, Any]] | None = None
     """OpenAI's older name of `tools`, with `function_call`."""
-    function_call: Any = _only("none", "auto", because="use tool_choice")
-    add_special_tokens: Any = _only(False, because="the chat template writes special tokens")
-    modalities: Any = _only(["text"], because=_TEXT_ONLY)
-    audio: Any = _only(because=_TEXT_ONLY)
-    mm_processor_kwargs: Any = _only(because=_TEXT_ONLY)
-    prediction: Any = _only(because="drafts come from the draft service")
-    web_search_options: Any = _only(because="nothing is searched")
-    verbosity: Any = _only("medium", because="the model has no such setting")
+    function_call: Any = only("none", "auto", because="use tool_choice")
+    add_special_tokens: Any = only(False, because="the chat template writes special tokens")
+    modalities: Any = only(["text"], because=_TEXT_ONLY)
+    audio: Any = only(because=_TEXT_ONLY)
+    mm_processor_kwargs: Any = only(because=_TEXT_ONLY)
+    prediction: Any = only(because="drafts come from the draft service")
+    web_search_options: Any = only(because="nothing is searched")
+    verbosity: Any = only("medium", because="the model has no such setting")
     include_reasoning: bool | None = None
     """vLLM's: false leaves the reasoning that is told from the answer out of it."""
-    media_io_kwargs: Any = _only({}, because=_TEXT_ONLY)
-    return_prompt_text: Any = _only(False, because="return_token_ids returns the prompt's ids")
-    documents: Any = _only(because="set them in chat_template_kwargs")
+    input_ids: Any = only(because="token ids are the prompt of a completion")
+    media_io_kwargs: Any = only({}, because=_TEXT_ONLY)
+    return_prompt_text: Any = only(False, because="return_token_ids returns the prompt's ids")
+    documents: Any = only(because="set them in chat_template_kwargs")
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
@@ -453,8 +462,8 @@ class TokenizeBody(Chat):
     """Add the special tokens of a prompt; a chat's template writes them itself."""
     tools: Items[dict[str, Any]] | None = None
     """Functions, for the template."""
-    media_io_kwargs: Any = _only({}, because=_TEXT_ONLY)
-    mm_processor_kwargs: Any = _only({}, because=_TEXT_ONLY)
+    media_io_kwargs: Any = only({}, because=_TEXT_ONLY)
+    mm_processor_kwargs: Any = only({}, because=_TEXT_ONLY)
     return_token_strs: bool = False
     """Return each token as the tokenizer spells it."""
 
@@ -524,8 +533,14 @@ class ChatDialect(AboutCaller):
     """As of a completion."""
     request_id: str | None = None
     """As of a completion."""
+    priority: int = 0
+    """As of a completion."""
     kv_transfer_params: Any = only(because="KV caches are not handed over")
+    ec_transfer_params: Any = only(because=_TEXT_ONLY)
     vllm_xargs: Any = only({}, because="they are vLLM's own")
+    mm_payload: Any = only(because=_TEXT_ONLY)
+    return_mm_kwargs: Any = only(False, because=_TEXT_ONLY)
+    watermarking: Any = only(False, because="texts are not marked")
 
     def chat(self) -> ChatBody:
         """The chat that it asks for."""

@@ -153,6 +153,8 @@ TAKEN: list[tuple[str, Any]] = [
     ("return_tokens_as_token_ids", True),
     ("include_reasoning", False),
     ("session_id", "s"),
+    ("prompt_cache_options", {}),
+    ("prompt_cache_retention", "24h"),
     ("timeout_seconds", 5.0),
     ("user", "someone"),
     ("metadata", {"a": "b"}),

@@ -172,6 +172,7 @@ class CoordinatorService(Service):
             completions.stats.last_minute(),
             self.replicas.snapshots(),
             [*describe_decisions(completions.speculation)],
+            completions.stats.round_counts(),
         )
 
     def _start_http(self) -> None:

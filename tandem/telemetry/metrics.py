@@ -15,6 +15,7 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, Counter, Metric, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from tandem.errors import ConfigurationError
 from tandem.telemetry.settings import TelemetryOptions
@@ -172,15 +173,21 @@ def registry_of(read: Callable[[], Iterable[Metric]]) -> CollectorRegistry:
 _VLLM_NAMES = {
     "tandem_requests": "vllm:request_success",
     "tandem_prefill_seconds": "vllm:request_prefill_time_seconds",
+    "tandem_engine_batch_tokens": "vllm:iteration_tokens_total",
+    "tandem_request_preemptions": "vllm:num_preemptions",
     **{f"tandem_{name}": f"vllm:{name}" for name in (
         "num_requests_running", "num_requests_waiting", "prompt_tokens", "generation_tokens",
         "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
         "e2e_request_latency_seconds", "request_queue_time_seconds", "request_prompt_tokens",
         "request_generation_tokens", "kv_cache_usage_perc", "num_preemptions", "spec_decode_num_drafts",
         "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos",
+        "num_requests_waiting_by_reason", "prompt_tokens_cached", "prompt_tokens_by_source", "prefix_cache_queries",
+        "prefix_cache_hits", "request_inference_time_seconds", "request_decode_time_seconds", "request_params_n",
+        "request_params_max_tokens", "request_max_num_generation_tokens", "request_num_preemptions",
+        "request_prefill_kv_computed_tokens",
     )},
 }  # fmt: skip
-"""The metrics that vLLM 0.32 has (vllm/v1/metrics/loggers.py)."""
+"""The metrics that vLLM 0.33 has (vllm/v1/metrics/loggers.py)."""
 
 
 def as_vllm(families: Iterable[Metric]) -> Iterator[Metric]:
@@ -190,7 +197,7 @@ def as_vllm(families: Iterable[Metric]) -> Iterator[Metric]:
             yield family
             continue
         renamed = Metric(name, family.documentation, family.type)
-        for sample in family.samples:
+        for sample in _without(family.samples, "operation"):
             labels = dict(sample.labels)
             if family.name == "tandem_requests":
                 labels["finished_reason"] = labels.pop("outcome")
@@ -201,6 +208,19 @@ def as_vllm(families: Iterable[Metric]) -> Iterator[Metric]:
             suffix = sample.name.removeprefix(family.name)
             renamed.samples.append(sample._replace(name=f"{name}{suffix}", labels=labels))
         yield renamed
+
+
+def _without(samples: Sequence[Sample], label: str) -> Iterable[Sample]:
+    """Samples without a label of theirs: those that differ in nothing else are added up."""
+    if not any(label in sample.labels for sample in samples):
+        return samples
+    found: dict[tuple[str, tuple[tuple[str, str], ...]], Sample] = {}
+    for sample in samples:
+        labels = {name: value for name, value in sample.labels.items() if name != label}
+        key = sample.name, tuple(labels.items())
+        before = found[key].value if key in found else 0.0
+        found[key] = sample._replace(labels=labels, value=before + sample.value)
+    return found.values()
 
 
 def named(registry: CollectorRegistry, options: TelemetryOptions) -> CollectorRegistry:

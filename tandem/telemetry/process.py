@@ -191,7 +191,14 @@ _CONVENTIONS: Mapping[str, str] = {
     "tandem_request_time_per_output_token_seconds": "gen_ai.server.time_per_output_token",
     "tandem_e2e_request_latency_seconds": "gen_ai.server.request.duration",
 }
-_UNITS = {"seconds": "s", "bytes": "By", "pos": "{token}", "length": "{token}"}
+_UNITS = {
+    "seconds": "s",
+    "bytes": "By",
+    "pos": "{token}",
+    "length": "{token}",
+    "cached": "{token}",
+    "source": "{token}",
+}
 """UCUM's units, by the last word of a name. Other words in the plural count what they name."""
 
 
@@ -233,7 +240,7 @@ def _metrics(family: Family, started_ns: int, now_ns: int) -> Iterator[export.Me
 def _by_convention(labels: Attributes) -> Attributes:
     others = dict(labels or {})
     return {
-        "gen_ai.operation.name": "text_completion",
+        "gen_ai.operation.name": others.pop("operation", "text_completion"),
         "gen_ai.provider.name": "tandem",
         "gen_ai.request.model": others.pop("model_name"),
         **others,

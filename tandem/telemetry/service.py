@@ -144,6 +144,12 @@ def _kv_metrics(labels: Mapping[str, str], usage: KvUsage) -> Iterator[Metric]:
         yield family(GaugeMetricFamily, labels, name, text, value)
     for name, text, count in (
         ("num_preemptions", "Sequences that gave their pages to an older one.", usage.preemption_count),
+        (
+            "prefix_cache_queries",
+            "Tokens that new sequences looked up in the prefix cache.",
+            usage.prefix_query_tokens,
+        ),
+        ("prefix_cache_hits", "Those of them that it held.", usage.prefix_hit_tokens),
         ("engine_led_steps", "Steps of sequences that went on before they were asked.", usage.led_step_count),
         ("engine_wasted_steps", "Those of them that nobody asked for in the end.", usage.wasted_step_count),
     ):

@@ -44,6 +44,9 @@ async def test_a_completion_by_openais_client() -> None:
     assert details.rejected_prediction_tokens == 0
     assert answer.model_extra is not None
     assert answer.model_extra["speculation"]["acceptance_rate"] == 1.0
+    as_vllm = answer.model_extra["metrics"]["speculative_decoding"]
+    assert as_vllm["draft_acceptance_rate"] == 1.0
+    assert sum(as_vllm["acceptance_histogram"]) == as_vllm["num_spec_steps"] > 0
     assert choice.logprobs is not None
     assert choice.logprobs.token_logprobs == [0.0] * 11
     assert choice.logprobs.tokens == [text(n, n) for n in range(11, 22)]

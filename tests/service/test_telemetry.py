@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -38,6 +40,11 @@ from tandem_target.servicer import TargetServicer
 from tests.paths import DEMO_TARGET
 from tests.service.clients import until
 from tests.service.fakes import FakeDraft, FakeTarget, coordinator, counting, paced, serving, settings_for
+
+CONVENTIONS = json.loads(
+    (Path(__file__).parents[1] / "unit/tandem/telemetry/gen_ai_conventions.json").read_text()
+)
+"""See `tests.unit.tandem.telemetry.test_process`."""
 
 
 class MemoryExports(OtlpExports):
@@ -194,9 +201,14 @@ async def test_metrics_count_every_round_of_a_scripted_request() -> None:
         assert value(of, "requests_total", outcome="stop") == 0
         assert value(of, "prompt_tokens_total") == 3
         assert value(of, "generation_tokens_total") == 8
-        assert value(of, "time_to_first_token_seconds_count") == 1
+        assert value(of, "time_to_first_token_seconds_count", operation="text_completion") == 1
+        assert value(of, "time_to_first_token_seconds_count", operation="chat") == 0
         assert value(of, "inter_token_latency_seconds_count") == 3
-        assert value(of, "request_time_per_output_token_seconds_count") == 1
+        assert value(of, "request_time_per_output_token_seconds_count", operation="text_completion") == 1
+        assert value(of, "request_inference_time_seconds_count") == 1
+        assert value(of, "request_decode_time_seconds_count") == 1
+        assert value(of, "request_params_max_tokens_sum") == 8
+        assert value(of, "spec_decode_accepted_tokens_sum", proposal_length="2") is not None
         assert value(of, "request_generation_tokens_sum") == 8
         for phase in ("draft", "verify", "sampling", "wait"):
             assert value(of, "round_phase_seconds_count", phase=phase) == 3
@@ -285,6 +297,7 @@ async def test_spans_report_speculation_steps_and_bytes(monkeypatch: pytest.Monk
         spans = cluster.spans
         attributes = dict(only_span("text_completion fake", spans).attributes or {})
         sent = value(cluster.coordinator, "wire_bytes_total", peer="target", direction="sent")
+    assert {name for name in attributes if name.startswith("gen_ai.")} <= CONVENTIONS["attributes"].keys()
     seconds = {name: attributes.pop(name) for name in [*attributes] if "seconds" in name}
     byte_counts = {name: attributes.pop(name) for name in [*attributes] if name.startswith("tandem.bytes.")}
     identity = {attributes.pop("gen_ai.response.id"), attributes.pop("tandem.request_id")}

@@ -27,7 +27,7 @@ from tandem_coordinator.http.bodies import HeldBytes, Share
 from tandem_coordinator.http.errors import error_object, known
 from tandem_coordinator.http.schema import ChatBody, Sampled
 from tandem_coordinator.parsers.reader import CompletionReader, Said
-from tandem_coordinator.stats.speculation import describe, describe_sampling, summed
+from tandem_coordinator.stats.speculation import describe, describe_as_vllm, describe_sampling, summed
 
 PART_BYTES = 32 << 10
 """Large answers are sent in parts of this size: rendering and sending one holds the event loop for less than 1 ms."""
@@ -189,6 +189,10 @@ class Answer(ABC):
             "rejected_prediction_tokens": total.drafted - total.accepted,
         }
         described = {"usage": usage, "speculation": describe(total, state)}
+        if len(summaries) == 1:
+            described["metrics"] = {
+                "speculative_decoding": describe_as_vllm(total) if total.drafted else None
+            }
         if summaries and (sampling := summaries[-1].sampling) is not None:
             described["sampling"] = describe_sampling(sampling)
         return described

@@ -45,6 +45,7 @@ from tandem_coordinator.requests.runner import RequestRunner
 from tandem_coordinator.requests.validation import REQUEST_RULES, TokenizedRequest, outside_vocabulary
 from tandem_coordinator.settings.coordinator import CoordinatorSettings, RequestBounds
 from tandem_coordinator.settings.sampling import as_sampling
+from tandem_coordinator.telemetry.observer import CHAT, TEXT_COMPLETION, Choices
 
 ENDPOINTS: tuple[tuple[str, str, str, str, type[schema.Body] | None], ...] = (
     ("POST", "/v1/completions", "complete", "Complete a prompt, or several", schema.CompletionBody),
@@ -254,8 +255,10 @@ class App:
         names = [request_id, *(f"{request_id}-{index}" for index in range(1, len(requests)))]
         chunks = merged(
             [
-                self._completions.complete(each, body.timeout_seconds, name, traceparent, peer, token)
-                for each, name in zip(requests, names, strict=True)
+                self._completions.complete(
+                    each, body.timeout_seconds, name, traceparent, peer, token, choices
+                )
+                for each, name, choices in zip(requests, names, _choices_of(body), strict=True)
             ]
         )
         if kept_out_by := keep_out(requests[0], bounds, models):
@@ -386,6 +389,15 @@ class App:
         path = request.url.path
         media_type = _MEDIA_TYPES[_PAGE_FILES[path].suffix]
         return Response(self._files[path], media_type=media_type, headers=_PAGE_HEADERS)
+
+
+def _choices_of(body: schema.Sampled) -> list[Choices]:
+    """For each completion that a body asks for, those of the same prompt."""
+    operation = CHAT if isinstance(body, schema.ChatBody) else TEXT_COMPLETION
+    found: list[Choices] = []
+    for _ in range(max(len(body.prompts), 1)):
+        found += [Choices(operation, body.choices)] * body.choices
+    return found
 
 
 def _authorization(headers: Headers) -> str | None:

@@ -142,7 +142,8 @@ class Plan:
     @property
     def details(self) -> dict[str, EventValue]:
         """Attributes of its span; those named gen_ai. follow OpenTelemetry's conventions for generative AI."""
-        given = {"top_p": self.request.top_p, "top_k": self.request.top_k}
+        top_k = self.request.top_k
+        given = {"top_p": self.request.top_p, "top_k": None if top_k is None else float(top_k)}
         return {
             "gen_ai.request.model": self.models.target.name,
             "gen_ai.response.model": self.models.target.name,

@@ -44,7 +44,7 @@ from tandem_coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, Coor
 from tandem_coordinator.settings.live import LiveConfig
 from tandem_coordinator.stats.rounds import RoundEnded, RoundTally
 from tandem_coordinator.stats.speculation import StatsLog, TokenCounter
-from tandem_coordinator.telemetry.observer import Observer, RequestObserver
+from tandem_coordinator.telemetry.observer import Choices, Observer, RequestObserver
 from tandem_coordinator.transport.draft_client import DraftLimits
 from tandem_coordinator.transport.target_client import RowChoice
 
@@ -97,12 +97,14 @@ class RequestRunner:
         traceparent: str = "",
         peer: str = "",
         token: str = "",
+        choices: Choices | None = None,
     ) -> AsyncGenerator[Chunk]:
         """Stream a completion. The id is its name in logs, traces and the list of requests; `traceparent` the
         client's W3C trace context, `peer` its address from `tandem_coordinator.requests.admission`, and `token` the
-        token by which it is known, each empty when there is none."""
+        token by which it is known, each empty when there is none. It is one of these choices of the client's."""
         name = request_id or uuid.uuid4().hex
-        observer, deadline = self._observer.begin(name, traceparent), Deadline(deadline_seconds)
+        observer = self._observer.begin(name, traceparent, choices)
+        deadline = Deadline(deadline_seconds)
 
         async def run(queue: ChunkQueue) -> None:
             # Waiting requests stay in memory: hundreds of any size would take all of it.

@@ -203,6 +203,11 @@ class RoundTally:
             ahead.hits_by_rank += [0] * (rank + 1 - len(ahead.hits_by_rank))
             ahead.hits_by_rank[rank] += 1
 
+    @property
+    def counts(self) -> Counter[tuple[int, int]]:
+        """Rounds by their proposed and their accepted tokens."""
+        return self._rounds
+
     def stats(self) -> SpeculationStats:
         """The counts as statistics. Their `ahead` and `lead` are the tally's own."""
         stats = SpeculationStats(ahead=self.ahead, lead=self.lead, forced=self._forced)

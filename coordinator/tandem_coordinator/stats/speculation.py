@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from bisect import bisect_left, insort
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields
 from itertools import zip_longest
@@ -181,6 +181,27 @@ def describe(stats: SpeculationStats, state: SpeculationState | None = None) -> 
     }
 
 
+def describe_as_vllm(stats: SpeculationStats) -> dict[str, object]:
+    """vLLM's figures of a request, `metrics.speculative_decoding`, by its names (0.33).
+
+    Its steps are the verifications that had a proposal.
+    """
+    steps = proposals(stats)
+    beyond = [position.accepted for position in stats.positions]
+    reached = [steps, *beyond]
+    return {
+        "mean_acceptance_length": mean_acceptance_length(stats) or 1.0,
+        "draft_acceptance_rate": acceptance_rate(stats),
+        "acceptance_histogram": [more - most for more, most in zip(reached, [*beyond, 0], strict=True)],
+        "num_spec_steps": steps,
+        "num_accepted_draft_tokens": stats.accepted,
+        "num_draft_tokens": stats.drafted,
+        "num_spec_tokens": len(stats.positions),
+        "cumulative_acceptance_rates": _round_rates(cumulative_rates(stats)),
+        "conditional_acceptance_rates": _round_rates(conditional_rates(stats)),
+    }
+
+
 def describe_sampling(sampling: SamplingParams) -> dict[str, float]:
     """The parameters that tokens were drawn with by name, without the seed, which each completion has to itself."""
     described = asdict(sampling)
@@ -257,6 +278,13 @@ class StatsLog:
         """Statistics since the start, in total and per rule, as they are now."""
         by_rule = {rule: summed([tally.stats()]) for rule, tally in self._by_rule.items()}
         return summed(by_rule.values()), by_rule
+
+    def round_counts(self) -> Counter[tuple[int, int]]:
+        """Rounds since the start, by their proposed and their accepted tokens."""
+        total: Counter[tuple[int, int]] = Counter()
+        for tally in self._by_rule.values():
+            total += tally.counts
+        return total
 
     def last_minute(self) -> SpeculationStats:
         """Statistics of the present interval, and of those that ended in the last minute."""

@@ -9,7 +9,7 @@ from functools import partial
 from operator import attrgetter
 
 from prometheus_client import Counter, Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from tandem import errors
 from tandem.acceptance.strategies import STRATEGIES
@@ -18,7 +18,7 @@ from tandem.model.types import FinishReason, PositionStats, SpeculationStats
 from tandem.telemetry.metrics import LATENCY_SECONDS, TOKENS, Metrics, Series, counter, family, histogram
 from tandem_coordinator.stats import speculation
 from tandem_coordinator.stats.rounds import MAX_RANKS, PHASES
-from tandem_coordinator.telemetry.observer import State
+from tandem_coordinator.telemetry.observer import OPERATIONS, State
 
 ERRORS: tuple[tuple[type[BaseException], str], ...] = (
     (errors.InvalidRequestError, "invalid"),
@@ -31,6 +31,10 @@ ERRORS: tuple[tuple[type[BaseException], str], ...] = (
 )
 """Outcomes of requests by what ended them; anything else is an error."""
 OUTCOMES = (*(reason.value for reason in FinishReason), *dict.fromkeys(name for _, name in ERRORS), "error")
+
+CHOICES = (1, 2, 5, 10, 20)
+PREEMPTIONS = (0, 1, 2, 5, 10, 20, 50, 100)
+"""Upper ends of the buckets; vLLM's, from 0 on."""
 
 # No client and no fleet makes more series than these.
 _MAX_POSITIONS = 32
@@ -52,14 +56,37 @@ class RequestMetrics(Metrics):
     )
     inter_token_latency_seconds: Series = histogram("Between two chunks of a request.", LATENCY_SECONDS)
     prefill_seconds: Series = histogram("First round of a request.", LATENCY_SECONDS)
-    time_to_first_token_seconds: Series = histogram("From arrival to the first token.", LATENCY_SECONDS)
-    request_time_per_output_token_seconds: Series = histogram(
-        "Time from the first token to the end, by token after it.", LATENCY_SECONDS
+    time_to_first_token_seconds: dict[str, Series] = histogram(
+        "From arrival to the first token.", LATENCY_SECONDS, operation=OPERATIONS
     )
-    e2e_request_latency_seconds: Series = histogram("From arrival to end.", LATENCY_SECONDS)
+    request_time_per_output_token_seconds: dict[str, Series] = histogram(
+        "Time from the first token to the end, by token after it.", LATENCY_SECONDS, operation=OPERATIONS
+    )
+    e2e_request_latency_seconds: dict[str, Series] = histogram(
+        "From arrival to end.", LATENCY_SECONDS, operation=OPERATIONS
+    )
     request_queue_time_seconds: Series = histogram("From arrival to the request's place.", LATENCY_SECONDS)
     request_prompt_tokens: Series = histogram("Prompt tokens of a request.", TOKENS)
     request_generation_tokens: Series = histogram("Tokens generated of a request.", TOKENS)
+    request_inference_time_seconds: Series = histogram(
+        "From the request's place to its last token.", LATENCY_SECONDS
+    )
+    request_decode_time_seconds: Series = histogram("From the first token to the last.", LATENCY_SECONDS)
+    request_params_n: Series = histogram("Completions of a prompt that are asked for (n).", CHOICES)
+    request_params_max_tokens: Series = histogram("Maximum tokens of a completion.", TOKENS)
+    request_max_num_generation_tokens: Series = histogram(
+        "Tokens of the longest completion of a prompt.", TOKENS
+    )
+    request_prefill_kv_computed_tokens: Series = histogram(
+        "Prompt tokens that the target had not computed before.", TOKENS
+    )
+    prompt_tokens_cached: Counter = counter("Prompt tokens that the target had computed before.")
+    prompt_tokens_by_source: dict[str, Counter] = counter(
+        "Prompt tokens that the target computed, or had computed before.",
+        source=("local_compute", "local_cache_hit"),
+    )
+    request_preemptions: Counter = counter("Times that a target took the pages of a request for another.")
+    request_num_preemptions: Series = histogram("Such times of a request.", PREEMPTIONS)
 
 
 class WaitMetrics(Metrics):
@@ -85,10 +112,13 @@ def state_metrics(state: State, wire_bytes: Mapping[tuple[str, str], int]) -> It
     counter: _Make = partial(family, CounterMetricFamily, model)
     yield gauge("num_requests_running", "Requests that have a place.", state.running)
     yield gauge("num_requests_waiting", "Requests that wait for a place.", state.queued)
+    waiting = {("capacity",): state.queued}
+    yield gauge("num_requests_waiting_by_reason", "Requests that wait, by reason.", waiting, "reason")
     yield counter("generation_tokens", "Tokens generated.", state.generated_tokens)
     text = "Serialized messages between coordinator and services."
     yield counter("wire_bytes", text, wire_bytes, "peer", "direction")
     yield from _speculation(state, counter)
+    yield _by_length(state, model)
     if state.recent.drafted:
         yield from _recent(state.recent, gauge)
     yield from _decisions(state, gauge, counter)
@@ -143,6 +173,35 @@ def _speculation(state: State, counter: _Make) -> Iterator[Metric]:
     ranks[f"{MAX_RANKS + 1}+",] = ahead.hits - sum(ahead.hits_by_rank)
     text = "Of these, those that found it, by place of the outcome from 1 on."
     yield counter("draft_ahead_hits", text, ranks, "rank")
+
+
+_LENGTHS = ((1, "1"), (2, "2"), (3, "3"), (4, "4"), (5, "5"), (6, "6"), (7, "7"), (8, "8"), (16, "9-16"))
+"""Lengths of proposals that are counted apart: the longest of each group, and its name."""
+_ACCEPTED = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16)
+"""Upper ends of the buckets for the accepted tokens of a proposal."""
+
+
+def _by_length(state: State, model: Mapping[str, str]) -> Metric:
+    """Accepted tokens of proposals, by their length."""
+    counts: collections.defaultdict[str, collections.Counter[int]] = collections.defaultdict(
+        collections.Counter
+    )
+    for (proposed, accepted), rounds in state.round_counts.items():
+        if proposed:
+            length = next((name for longest, name in _LENGTHS if proposed <= longest), "17+")
+            counts[length][accepted] += rounds
+    found = HistogramMetricFamily(
+        "tandem_spec_decode_accepted_tokens",
+        "Accepted tokens of a proposal, by its length.",
+        labels=(*model, "proposal_length"),
+    )
+    for length, of_length in sorted(counts.items()):
+        below = [sum(rounds for count, rounds in of_length.items() if count <= bound) for bound in _ACCEPTED]
+        names = [*(repr(float(bound)) for bound in _ACCEPTED), "+Inf"]
+        total = sum(count * rounds for count, rounds in of_length.items())
+        buckets = [*zip(names, [*below, of_length.total()], strict=True)]
+        found.add_metric((*model.values(), length), buckets, total)
+    return found
 
 
 def _recent(recent: SpeculationStats, gauge: _Make) -> Iterator[Metric]:

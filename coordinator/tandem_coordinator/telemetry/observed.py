@@ -28,11 +28,17 @@ from tandem_coordinator.settings.coordinator import CoordinatorSettings
 from tandem_coordinator.stats.rounds import PHASES, RoundEnded, RoundPlan
 from tandem_coordinator.stats.speculation import describe
 from tandem_coordinator.telemetry.metrics import ERRORS, RequestMetrics, WaitMetrics, state_metrics
-from tandem_coordinator.telemetry.observer import EventValue, Observer, RequestObserver, State, StreamObserver
+from tandem_coordinator.telemetry.observer import (
+    Choices,
+    EventValue,
+    Observer,
+    RequestObserver,
+    State,
+    StreamObserver,
+)
 
 _MAX_EVENTS = 64
 """A span keeps 128 events, the last ones; the first say more."""
-_OPERATION = "text_completion"
 _PEERS = tuple(product(("draft", "target"), ("sent", "received")))
 _Bytes = Counter[tuple[str, str]]
 """Bytes of messages by peer and direction."""
@@ -71,18 +77,23 @@ class ObservedRequests(Telemetry, Observer):
             self._probe.cancel()
         await super().close()
 
-    def begin(self, request_id: str, traceparent: str = "") -> RequestObserver:
+    def begin(
+        self, request_id: str, traceparent: str = "", choices: Choices | None = None
+    ) -> RequestObserver:
         """Observe a request; one that comes before there is a model is refused, and not counted."""
         if self.metrics is None:
             return RequestObserver()
-        attributes = {
-            "gen_ai.operation.name": _OPERATION,
+        choices = choices or Choices()
+        attributes: dict[str, str | int] = {
+            "gen_ai.operation.name": choices.operation,
             "gen_ai.provider.name": "tandem",
             "gen_ai.response.id": request_id,
             "tandem.request_id": request_id,
         }
-        span = self.tracer.start_span(_OPERATION, context_of(traceparent), SpanKind.SERVER, attributes)
-        return ObservedRequest(self, self.metrics, span)
+        if choices.count > 1:
+            attributes["gen_ai.request.choice.count"] = choices.count
+        span = self.tracer.start_span(choices.operation, context_of(traceparent), SpanKind.SERVER, attributes)
+        return ObservedRequest(self, self.metrics, span, choices)
 
 
 class ObservedRequest(RequestObserver):
@@ -92,8 +103,11 @@ class ObservedRequest(RequestObserver):
     costs some twenty microseconds, an event four, so values of every round are added up on the request's own span.
     """
 
-    def __init__(self, all_requests: ObservedRequests, metrics: RequestMetrics, span: Span) -> None:
+    def __init__(
+        self, all_requests: ObservedRequests, metrics: RequestMetrics, span: Span, choices: Choices
+    ) -> None:
         """The services' spans continue the request's own, recorded or not."""
+        self._choices = choices
         self._all = all_requests
         self._metrics = metrics
         self._span = span
@@ -108,7 +122,9 @@ class ObservedRequest(RequestObserver):
         self._seconds = dict.fromkeys(("queue", "prefill", *PHASES), 0.0)
         self._rounds = 0
         self._events = 0
+        self._admitted: float | None = None
         self._first_token: float | None = None
+        self._last_token: float | None = None
         self._prefill: Span = INVALID_SPAN
         # The sampler uses the other half of the id, so the two ratios are independent.
         is_chosen = (span.get_span_context().trace_id >> 64) / 2**64 < all_requests.settings.trace_rounds
@@ -118,7 +134,8 @@ class ObservedRequest(RequestObserver):
         self._offset_seconds = time.time() - self._began
 
     def admitted(self) -> None:
-        self._seconds["queue"] = seconds = time.perf_counter() - self._began
+        self._admitted = time.perf_counter()
+        self._seconds["queue"] = seconds = self._admitted - self._began
         self._metrics.request_queue_time_seconds.observe(seconds)
 
     def planned(self, completion: Completion, details: Mapping[str, EventValue]) -> None:
@@ -126,8 +143,9 @@ class ObservedRequest(RequestObserver):
         self._prompt_length = completion.length
         self._metrics.prompt_tokens.inc(self._prompt_length)
         self._metrics.request_prompt_tokens.observe(self._prompt_length)
+        self._metrics.request_params_max_tokens.observe(completion.room)
         if self._span.is_recording():
-            self._span.update_name(f"{_OPERATION} {details['gen_ai.request.model']}")
+            self._span.update_name(f"{self._choices.operation} {details['gen_ai.request.model']}")
             self._span.set_attributes(details)
             self._prefill = self._all.tracer.start_span("prefill", under(self._span))
 
@@ -161,9 +179,12 @@ class ObservedRequest(RequestObserver):
         timed = result.times
         self._rounds += 1
         self._plan = result.plan
+        if result.committed:
+            self._last_token = timed.decided
         if self._first_token is None and result.committed:
             self._first_token = timed.decided
-            self._metrics.time_to_first_token_seconds.observe(timed.decided - self._began)
+            first = self._metrics.time_to_first_token_seconds[self._choices.operation]
+            first.observe(timed.decided - self._began)
         if self._rounds == 1:
             self._seconds["prefill"] = timed.decided - timed.requested
             self._metrics.prefill_seconds.observe(timed.decided - timed.requested)
@@ -187,13 +208,14 @@ class ObservedRequest(RequestObserver):
         self._metrics.requests[outcome].inc()
         self._all.running.discard(self)
         self._all.ended_bytes.update(self.bytes())
-        self._metrics.e2e_request_latency_seconds.observe(now - self._began)
+        self._metrics.e2e_request_latency_seconds[self._choices.operation].observe(now - self._began)
         if tokens:
             self._metrics.request_generation_tokens.observe(tokens)
-        if self._first_token is not None and tokens > 1:
-            self._metrics.request_time_per_output_token_seconds.observe(
-                (now - self._first_token) / (tokens - 1)
-            )
+        self._count_times(now, tokens)
+        self._count_cache()
+        if self._choices.end_one(tokens):
+            self._metrics.request_params_n.observe(self._choices.count)
+            self._metrics.request_max_num_generation_tokens.observe(self._choices.longest)
         if not self._span.is_recording():
             return
         self._end_prefill()
@@ -205,6 +227,30 @@ class ObservedRequest(RequestObserver):
         else:
             self._span.set_attribute("error.type", "cancelled")
         self._span.end()
+
+    def _count_times(self, now: float, tokens: int) -> None:
+        """Count how long it took from its place, and from its first token, to its last."""
+        if self._first_token is None or self._last_token is None or self._admitted is None:
+            return
+        metrics = self._metrics
+        metrics.request_inference_time_seconds.observe(self._last_token - self._admitted)
+        metrics.request_decode_time_seconds.observe(self._last_token - self._first_token)
+        if tokens > 1:
+            seconds = (now - self._first_token) / (tokens - 1)
+            metrics.request_time_per_output_token_seconds[self._choices.operation].observe(seconds)
+
+    def _count_cache(self) -> None:
+        """Count what the target's cache has meant for it, if the target says so."""
+        if self._cache is None:
+            return
+        cached, preemptions = self._cache
+        metrics = self._metrics
+        metrics.prompt_tokens_cached.inc(cached)
+        metrics.prompt_tokens_by_source["local_cache_hit"].inc(cached)
+        metrics.prompt_tokens_by_source["local_compute"].inc(self._prompt_length - cached)
+        metrics.request_prefill_kv_computed_tokens.observe(self._prompt_length - cached)
+        metrics.request_preemptions.inc(preemptions)
+        metrics.request_num_preemptions.observe(preemptions)
 
     def _trace_round(self, result: RoundEnded) -> None:
         timed = result.times
@@ -248,6 +294,8 @@ class ObservedRequest(RequestObserver):
         for peer, direction in _PEERS:
             attributes[f"tandem.bytes.{peer}.{direction}"] = own_bytes[peer, direction]
         attributes["gen_ai.usage.output_tokens"] = self._generated
+        if self._cache is not None:
+            attributes["gen_ai.usage.cache_read.input_tokens"] = self._cache.cached_tokens
         if self._first_token is not None:
             attributes["tandem.time_to_first_token_seconds"] = round(self._first_token - self._began, 6)
         if self._events > _MAX_EVENTS:

@@ -15,6 +15,29 @@ from tandem_coordinator.stats.rounds import RoundEnded
 EventValue = str | int | float | bool
 
 
+CHAT, TEXT_COMPLETION = "chat", "text_completion"
+OPERATIONS = (TEXT_COMPLETION, CHAT)
+"""What clients ask for, in OpenTelemetry's words (`gen_ai.operation.name`)."""
+
+
+@dataclass(slots=True)
+class Choices:
+    """The completions of one prompt that a client asks for at once, each of which is a request."""
+
+    operation: str = TEXT_COMPLETION
+    count: int = 1
+    """Their number, OpenAI's `n`."""
+    longest: int = 0
+    """Tokens of the longest that has ended."""
+    _ended: int = 0
+
+    def end_one(self, tokens: int) -> bool:
+        """Note that one of them has ended with so many tokens; True if it was the last."""
+        self.longest = max(self.longest, tokens)
+        self._ended += 1
+        return self._ended == self.count
+
+
 @dataclass(slots=True, eq=False)
 class StreamObserver:
     """Observes one stream to a service."""
@@ -75,6 +98,8 @@ class State:
     replicas: Sequence[ReplicaSnapshot] = ()
     decisions: Sequence[SpeculationDecision] = ()
     """The proposal length at each load so far."""
+    round_counts: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    """Rounds since the start, by their proposed and their accepted tokens."""
 
 
 class Observer:
@@ -86,8 +111,10 @@ class Observer:
     def ready(self, model_name: str, state: Callable[[], State]) -> None:
         """The services are connected: name the target model from now on, and report the coordinator's state."""
 
-    def begin(self, request_id: str, traceparent: str = "") -> RequestObserver:
-        """A request arrived, in the client's trace context if it sent one."""
+    def begin(
+        self, request_id: str, traceparent: str = "", choices: Choices | None = None
+    ) -> RequestObserver:
+        """A request arrived, in the client's trace context if it sent one. It is one of these choices."""
         return RequestObserver()
 
     def prometheus_text(self) -> bytes | None:

@@ -20,6 +20,7 @@ from tandem_coordinator.stats.speculation import (
     add,
     conditional_rates,
     cumulative_rates,
+    describe_as_vllm,
     log_line,
     mean_acceptance_length,
     since,
@@ -67,6 +68,21 @@ def test_rates_per_position_of_max_and_vllm() -> None:
     assert cumulative_rates(EXAMPLE) == [0.95, 69 / 80]
     assert conditional_rates(EXAMPLE) == [0.95, 69 / 76]
     assert acceptance_rate(EXAMPLE) == 145 / 160
+
+
+def test_the_figures_of_a_request_as_vllm_tells_them() -> None:
+    assert describe_as_vllm(EXAMPLE) == {
+        "mean_acceptance_length": 1 + 145 / 80,
+        "draft_acceptance_rate": 145 / 160,
+        "acceptance_histogram": [4, 7, 69],
+        "num_spec_steps": 80,
+        "num_accepted_draft_tokens": 145,
+        "num_draft_tokens": 160,
+        "num_spec_tokens": 2,
+        "cumulative_acceptance_rates": [0.95, 0.8625],
+        "conditional_acceptance_rates": [0.95, 0.907895],
+    }
+    assert describe_as_vllm(SpeculationStats())["acceptance_histogram"] == [0]
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6), st.integers(0, 6)), min_size=1))

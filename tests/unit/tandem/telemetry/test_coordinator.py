@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import INVALID_SPAN
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
@@ -19,7 +20,7 @@ from tandem_coordinator.decoding.completion import Completion, Detokenizer, Limi
 from tandem_coordinator.settings.coordinator import CoordinatorSettings
 from tandem_coordinator.telemetry.metrics import RequestMetrics, state_metrics
 from tandem_coordinator.telemetry.observed import ObservedRequest, ObservedRequests
-from tandem_coordinator.telemetry.observer import State
+from tandem_coordinator.telemetry.observer import CHAT, Choices, State
 from tests.paths import DEMO_TARGET
 from tests.service.test_telemetry import MemoryExports
 from tests.unit.coordinator.ended_rounds import round_ended
@@ -106,6 +107,36 @@ async def test_a_large_fleet_is_counted_completely_and_listed_partly() -> None:
     assert registry.get_sample_value("tandem_replica_accepted_tokens_total", at) == 1
 
 
+async def test_accepted_tokens_are_told_by_the_length_of_the_proposal() -> None:
+    counts = {(0, 0): 9, (4, 4): 2, (4, 1): 3, (12, 5): 1, (64, 40): 1}
+    registry = registry_of(lambda: replace(state(), round_counts=counts))
+    name = "tandem_spec_decode_accepted_tokens"
+
+    def found(suffix: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"{name}_{suffix}", {"model_name": "m", **labels})
+
+    of_four = {"proposal_length": "4"}
+    assert [found("bucket", le=bound, **of_four) for bound in ("0.0", "1.0", "3.0", "4.0")] == [0, 3, 3, 5]
+    assert (found("count", **of_four), found("sum", **of_four)) == (5, 11)
+    assert found("sum", proposal_length="9-16") == 5
+    assert found("bucket", le="16.0", proposal_length="17+") == 0
+    assert found("count", proposal_length="17+") == 1
+    assert found("count", proposal_length="0") is None, "the target worked alone"
+
+
+def test_completions_of_one_prompt_count_as_one_request() -> None:
+    registry = CollectorRegistry()
+    metrics = RequestMetrics(registry, model_name="m")
+    requests = ObservedRequests(CoordinatorSettings(target_address="127.0.0.1:1"))
+    choices = Choices(CHAT, 3)
+    for _ in range(3):
+        assert registry.get_sample_value("tandem_request_params_n_count", {"model_name": "m"}) == 0
+        ObservedRequest(requests, metrics, INVALID_SPAN, choices).finished(None)
+    assert registry.get_sample_value("tandem_request_params_n_sum", {"model_name": "m"}) == 3
+    name = "tandem_e2e_request_latency_seconds_count"
+    assert registry.get_sample_value(name, {"model_name": "m", "operation": "chat"}) == 3
+
+
 @pytest.fixture
 def memory() -> InMemorySpanExporter:
     return InMemorySpanExporter()
@@ -115,7 +146,7 @@ def spans_of(memory: InMemorySpanExporter, trace_rounds: float = 0.0) -> Observe
     settings = CoordinatorSettings(target_address="127.0.0.1:1", trace_rounds=trace_rounds)
     requests = ObservedRequests(settings, MemoryExports(memory))
     metrics = RequestMetrics(CollectorRegistry(), model_name="m")
-    return ObservedRequest(requests, metrics, requests.tracer.start_span("request"))
+    return ObservedRequest(requests, metrics, requests.tracer.start_span("request"), Choices())
 
 
 async def test_a_client_s_trace_reaches_the_services_of_a_coordinator_that_traces_nothing() -> None:

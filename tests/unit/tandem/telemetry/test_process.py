@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 import sys
 import threading
 import urllib.request
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -18,11 +20,17 @@ from opentelemetry.sdk.resources import Resource
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client import Histogram as UsualHistogram
 
+from tandem.engine.interface import KvUsage
 from tandem.errors import ConfigurationError
+from tandem.model.types import SpeculationStats
 from tandem.telemetry.metrics import Histogram, named, on_loop
 from tandem.telemetry.process import OtlpExports, Telemetry, to_otlp
+from tandem.telemetry.service import ObservedService
 from tandem.telemetry.settings import TelemetryOptions, is_observed
-from tandem_coordinator.telemetry.observed import probe_event_loop
+from tandem_coordinator.settings.coordinator import CoordinatorSettings
+from tandem_coordinator.telemetry.metrics import RequestMetrics
+from tandem_coordinator.telemetry.observed import ObservedRequests, probe_event_loop
+from tandem_coordinator.telemetry.observer import CHAT, OPERATIONS, State
 from tests.end_to_end.processes import run
 from tests.service.clients import until
 
@@ -216,6 +224,80 @@ def test_units_and_names_are_opentelemetrys() -> None:
     }
 
 
+CONVENTIONS = json.loads(Path(__file__).with_name("gen_ai_conventions.json").read_text())
+"""Of OpenTelemetry's registry for generative AI, the part that a model server can have."""
+
+
+def test_names_and_units_are_those_of_the_conventions_for_generative_ai() -> None:
+    registry = CollectorRegistry()
+    metrics = RequestMetrics(registry, model_name="m")
+    for series in (
+        metrics.time_to_first_token_seconds,
+        metrics.request_time_per_output_token_seconds,
+        metrics.e2e_request_latency_seconds,
+    ):
+        series[CHAT].observe(0.5)
+    found = {name: metric for name, metric in sent(registry).items() if name.startswith("gen_ai.")}
+    assert {name: metric.unit for name, metric in found.items()} == CONVENTIONS["metrics"]
+    for metric in found.values():
+        points = [
+            {label.key: label.value.string_value for label in point.attributes}
+            for point in metric.histogram.data_points
+        ]
+        assert {point["gen_ai.operation.name"] for point in points} == set(OPERATIONS)
+        assert {name for point in points for name in point} <= CONVENTIONS["attributes"].keys()
+    assert set(OPERATIONS) <= set(CONVENTIONS["operations"])
+
+
+NOT_HERE = {
+    "engine_sleep_state": "services do not sleep",
+    "corrupted_requests": "a request whose logits are not finite ends with an error, and counts as such",
+    "watermark_requests": "nothing is watermarked",
+    "external_prefix_cache_queries": "no cache lies outside of a service",
+    "external_prefix_cache_hits": "the same",
+    "prompt_tokens_cached_by_source": "the same: all of it is prompt_tokens_cached",
+    "num_requests_kv_fetch_by_stage": "KV caches are not handed over",
+    "mm_cache_queries": "the models read text",
+    "mm_cache_hits": "the same",
+    "admission_rejections": "they are an outcome of tandem_requests",
+    "kv_block_lifetime_seconds": "blocks are not sampled",
+    "kv_block_idle_before_evict_seconds": "the same",
+    "kv_block_reuse_gap_seconds": "the same",
+    "lora_requests_info": "there are no adapters",
+}
+"""Metrics of vLLM's that nothing here has, and why not."""
+VLLM = """
+num_requests_running num_requests_waiting num_requests_waiting_by_reason num_requests_kv_fetch_by_stage
+engine_sleep_state kv_cache_usage_perc corrupted_requests watermark_requests prefix_cache_queries prefix_cache_hits
+external_prefix_cache_queries external_prefix_cache_hits mm_cache_queries mm_cache_hits num_preemptions prompt_tokens
+prompt_tokens_by_source prompt_tokens_cached prompt_tokens_cached_by_source generation_tokens request_success
+admission_rejections request_prompt_tokens request_generation_tokens iteration_tokens_total
+request_max_num_generation_tokens request_params_n request_params_max_tokens time_to_first_token_seconds
+inter_token_latency_seconds request_time_per_output_token_seconds e2e_request_latency_seconds request_queue_time_seconds
+request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds request_num_preemptions
+request_prefill_kv_computed_tokens kv_block_lifetime_seconds kv_block_idle_before_evict_seconds
+kv_block_reuse_gap_seconds lora_requests_info spec_decode_num_drafts spec_decode_num_draft_tokens
+spec_decode_num_accepted_tokens spec_decode_num_accepted_tokens_per_pos
+"""
+"""The families of vLLM 0.33 (vllm/v1/metrics/loggers.py, vllm/v1/spec_decode/metrics.py)."""
+
+
+async def test_every_metric_of_vllms_is_there_or_has_a_reason() -> None:
+    options = TelemetryOptions(metric_names="vllm")
+    observed = ObservedRequests(CoordinatorSettings(target_address="127.0.0.1:1"))
+    observed.ready("m", lambda: State("m", 2, 0, 0, 0, {}, SpeculationStats()))
+    service = ObservedService(options, "target")
+    service.ready("m", lambda: KvUsage(1, 0, 0, 0, 0))
+    found = {
+        family.name.removeprefix("vllm:")
+        for registry in (observed.registry, service.registry)
+        for family in named(registry, options).collect()
+        if family.name.startswith("vllm:")
+    }
+    assert found == set(VLLM.split()) - NOT_HERE.keys()
+    assert NOT_HERE.keys() <= set(VLLM.split())
+
+
 def test_metrics_may_have_vllms_names() -> None:
     registry = CollectorRegistry()
     requests = Counter("tandem_requests", "R.", ("model_name", "outcome"), registry=registry)
@@ -223,14 +305,16 @@ def test_metrics_may_have_vllms_names() -> None:
     requests.labels("m", "error").inc()
     name = "tandem_spec_decode_num_accepted_tokens_per_pos"
     Counter(name, "A.", ("model_name", "position"), registry=registry).labels("m", "1").inc(5)
-    latency = UsualHistogram("tandem_e2e_request_latency_seconds", "L.", ("model_name",), registry=registry)
-    latency.labels("m").observe(0.5)
+    labels = ("model_name", "operation")
+    latency = UsualHistogram("tandem_e2e_request_latency_seconds", "L.", labels, registry=registry)
+    for operation in ("chat", "text_completion"):
+        latency.labels("m", operation).observe(0.5)
     Gauge("tandem_round_things", "Ours.", registry=registry).set(1)
     lines = generate_latest(named(registry, TelemetryOptions(metric_names="vllm"))).decode().splitlines()
     for line in (
         'vllm:request_success_total{finished_reason="stop",model_name="m"} 2.0',
         'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="0"} 5.0',
-        'vllm:e2e_request_latency_seconds_bucket{le="+Inf",model_name="m"} 1.0',
+        'vllm:e2e_request_latency_seconds_bucket{le="+Inf",model_name="m"} 2.0',
         "tandem_round_things 1.0",
     ):
         assert line in lines

@@ -196,6 +196,7 @@ _UNITS = {
     "bytes": "By",
     "pos": "{token}",
     "length": "{token}",
+    "queries": "{token}",
     "cached": "{token}",
     "source": "{token}",
 }

@@ -92,6 +92,8 @@ class Tries:
         self._retries = retries
         self._service = service
         self._is_echoed = False
+        self._has_scores = False
+        """True once scores of the prompt have come, which the next try would bring again."""
         self._tried = 0
         self._deadline = Deadline(timeout_seconds)
 
@@ -103,6 +105,7 @@ class Tries:
     def received(self, chunk: Chunk) -> None:
         """Note a chunk. Tries are counted from the last one on."""
         self.delivered += chunk.token_ids
+        self._has_scores = self._has_scores or bool(chunk.prompt_logprobs)
         self.has_ended = chunk.summary is not None
         self._tried = 0
 
@@ -123,7 +126,9 @@ class Tries:
                 f"{self._service}: the request took longer than the {self.timeout_seconds:g} s it was given; "
                 f"{plural(count, 'token')} {'was' if count == 1 else 'were'} delivered"
             ) from None
-        goes_on = (self._retries.goes_on and not self._is_echoed) or not count
+        goes_on = self._retries.goes_on and not self._is_echoed
+        if not count:
+            goes_on = not self._has_scores
         wait = self._retries.wait_seconds(error, self._tried, random.random()) if goes_on else None
         remaining = self.remaining_seconds
         if wait is None or (remaining is not None and wait >= remaining):

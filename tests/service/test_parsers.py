@@ -77,6 +77,9 @@ async def test_reasoning_is_apart_from_the_content(tmp_path: Path) -> None:
         message, reasoning, content = await answered(cluster)
         assert (message.reasoning_content, message.content) == (reasoning, content)
         assert (reasoning, content) == ("It is March.", "Mild.")
+        message, reasoning, content = await answered(cluster, extra_body={"include_reasoning": False})
+        assert not hasattr(message, "reasoning_content")
+        assert (message.content, reasoning, content) == ("Mild.", "", "Mild.")
     async with cluster_of(tmp_path, REASONED, template=THINKING, reasoning_parser="none") as cluster:
         message, reasoning, content = await answered(cluster)
         assert (message.content, reasoning, content) == (REASONED, "", REASONED)

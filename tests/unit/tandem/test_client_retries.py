@@ -15,7 +15,7 @@ from tandem.errors import (
     ServiceUnavailableError,
     TandemError,
 )
-from tandem.model.types import Chunk
+from tandem.model.types import Chunk, TokenLogprobs
 
 AWAY = ServiceUnavailableError("away")
 UNIFORMS = st.floats(0.0, 1.0, exclude_max=True)
@@ -66,6 +66,16 @@ def test_a_request_that_may_not_go_on_is_not_retried_once_it_has_begun() -> None
     tries.received(Chunk("a", (1,), (False,), (1,)))
     with pytest.raises(ServiceUnavailableError):
         tries.wait_seconds(AWAY)
+
+
+def test_scores_of_a_prompt_come_once() -> None:
+    """The next try would bring them again; behind a token it does not."""
+    tries = Tries(Retries(), None, "c")
+    tries.received(Chunk("", (), (), (), prompt_token_ids=(5,), prompt_logprobs=(TokenLogprobs(0.0),)))
+    with pytest.raises(ServiceUnavailableError):
+        tries.wait_seconds(AWAY)
+    tries.received(Chunk("a", (1,), (False,), (1,)))
+    assert tries.wait_seconds(AWAY) >= 0.0
 
 
 def test_no_wait_exceeds_the_deadline() -> None:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from tandem.acceptance.strategies import COMBINATION_RULES
-from tandem.config.names import REFUSED_METHODS, REFUSED_OPTIONS
+from tandem.config.names import LLAMA_CPP_NAMES, REFUSED_METHODS, REFUSED_OPTIONS, SGLANG_NAMES
 from tandem.config.options import ALIASES, allowed_range
 from tandem.config.rule import Rule, spelled
 from tandem.config.settings import ModelServerSettings, ServerSettings
@@ -151,6 +151,10 @@ def _names() -> Iterator[str]:
         ("written", "meant"), [(f"`{alias}`", f"`{name}`") for alias, name in ALIASES.items()]
     )
     yield f"Options that are refused, with the reason, unless their value changes nothing: {_listed(REFUSED_OPTIONS)}."
+    yield (
+        "Options of SGLang and llama.cpp are refused with what they are called here: "
+        f"{_listed((*SGLANG_NAMES, *LLAMA_CPP_NAMES))}."
+    )
     yield f"Drafting methods that are refused, with the reason: {_listed(REFUSED_METHODS)}."
 
 

@@ -28,8 +28,113 @@ REFUSED_OPTIONS = {
     "index_share_for_mtp_iteration": "it belongs to attention that is not run; leave it out",
     "disable_eagle_block_drop": "no block of the prefix cache is dropped; leave it out",
     "dspark_draft_topk": "dspark is not run; use dflash",
+    "xpress_topc": "xpress is not run; use dflash",
+    "fly_window_size": "the rule fly is not run; set rejection_sampling_strategy to one that is",
+    "fly_entropy_threshold": "the rule fly is not run; set rejection_sampling_strategy to one that is",
+    "fly_entropy_top_k": "the rule fly is not run; set rejection_sampling_strategy to one that is",
+    "draft_lm_head_quantization": "a draft is quantized as its checkpoint is; leave it out",
+    "disable_lookahead_block_hashes": "the prefix cache has no such hashes; leave it out",
 }
 """Named in the reference classes, refused here: the reason, which says what to do instead where there is something."""
+
+
+_CHAIN = "proposals are chains; set their length with num_speculative_tokens"
+SGLANG_NAMES = {
+    "speculative_algorithm": "here it is called speculative_method",
+    "speculative_draft_model_path": "here it is called draft_model_path",
+    "speculative_draft_model": "here it is called draft_model_path",
+    "speculative_draft_model_revision": "here it is called revision, an option of the draft service",
+    "speculative_draft_model_quantization": "here it is called quantization, an option of the draft service",
+    "speculative_draft_load_format": "here it is called load_format, an option of the draft service",
+    "speculative_draft_kv_cache_dtype": "here it is called kv_cache_dtype, an option of the draft service",
+    "speculative_moe_runner_backend": "here it is called moe_backend, an option of each service",
+    "speculative_num_steps": "here it is called num_speculative_tokens",
+    "speculative_num_draft_tokens": "here it is called num_speculative_tokens",
+    "speculative_dflash_block_size": "here it is called num_speculative_tokens",
+    "speculative_eagle_topk": _CHAIN,
+    "speculative_adaptive": "here it is called speculation_policy",
+    "speculative_adaptive_config": "here it is called speculation_policy",
+    "speculative_accept_threshold_single": "here rejection_sampling_strategy typical-acceptance has thresholds",
+    "speculative_accept_threshold_acc": "here rejection_sampling_strategy typical-acceptance has thresholds",
+    "speculative_use_rejection_sampling": "here it is rejection_sampling_strategy residual",
+    "speculative_use_block_verification": "here it is rejection_sampling_strategy block",
+    "speculative_ngram_max_trie_depth": "here it is called suffix_decoding_max_tree_depth",
+    "speculative_ngram_capacity": "here it is called suffix_decoding_max_cached_requests",
+    "speculative_attention_mode": REFUSED_OPTIONS["attention_backend"],
+    "speculative_draft_attention_backend": REFUSED_OPTIONS["attention_backend"],
+    "decoupled_spec_role": "a draft is a service of its own: tandem serve draft",
+    "decoupled_spec_bind_endpoint": "here it is called host and port, options of the draft service",
+    "decoupled_spec_connect_endpoints": "here it is called draft_address, an option of the coordinator",
+}
+"""SGLang 0.5.23's (sglang/srt/arg_groups)."""
+LLAMA_CPP_NAMES = {
+    "model_draft": "here it is called draft_model_path",
+    "spec_draft_model": "here it is called draft_model_path",
+    "spec_draft_hf": "here it is called draft_model_path",
+    "spec_type": "here it is called speculative_method",
+    "draft": "here it is called num_speculative_tokens",
+    "draft_n": "here it is called num_speculative_tokens",
+    "draft_max": "here it is called num_speculative_tokens",
+    "spec_draft_n_max": "here it is called num_speculative_tokens",
+    "spec_ngram_mod_n_max": "here it is called num_speculative_tokens",
+    "device_draft": "here it is called device, an option of the draft service",
+    "spec_draft_device": "here it is called device, an option of the draft service",
+    "spec_draft_threads": "here it is called threads, an option of the draft service",
+    "spec_draft_type_k": "here it is called kv_cache_dtype, an option of the draft service",
+    "spec_draft_type_v": "here it is called kv_cache_dtype, an option of the draft service",
+    "spec_draft_p_split": _CHAIN,
+    "draft_p_split": _CHAIN,
+    "spec_ngram_size_n": "here it is called prompt_lookup_max",
+    "spec_ngram_simple_size_n": "here it is called prompt_lookup_max",
+    "spec_ngram_map_k_size_n": "here it is called prompt_lookup_max",
+    "spec_ngram_map_k4v_size_n": "here it is called prompt_lookup_max",
+    "spec_ngram_mod_n_match": "here it is called prompt_lookup_max",
+    "spec_ngram_size_m": "here it is called num_speculative_tokens",
+    "spec_ngram_simple_size_m": "here it is called num_speculative_tokens",
+    "spec_ngram_map_k_size_m": "here it is called num_speculative_tokens",
+    "spec_ngram_map_k4v_size_m": "here it is called num_speculative_tokens",
+    "spec_synth_rates": "here it is called synthetic_acceptance_rates",
+    "spec_synth_len": "here it is called synthetic_acceptance_length",
+}
+"""llama.cpp's (common/arg.cpp, November 2026)."""
+_SGLANG_ONLY = (
+    *(
+        "boundary_reduction",
+        "domino_candidate_pool_size",
+        "draft_sink_size",
+        "draft_window_size",
+        "dsa_topk_backend",
+    ),
+    *("dspark_align_verify_tokens_to_graph_tier", "dspark_block_size", "dspark_confidence_sts_path"),
+    *(
+        "dspark_sps_table_path",
+        "enable_w4a4_mxfp4_megamoe",
+        "moe_a2a_backend",
+        "ngram_external_corpus_max_tokens",
+    ),
+    *("ngram_external_corpus_path", "ngram_external_sam_budget", "ngram_match_type", "ngram_max_bfs_breadth"),
+    *("ngram_min_bfs_breadth", "token_map"),
+)
+"""Further ones, behind `speculative_`."""
+
+
+OF_A_SERVICE = {
+    "kv_cache_dtype": "it is an option of each service that has a model; give it to the draft service"
+}
+"""Keys of vLLM's configuration that are no options of speculative decoding here."""
+
+
+def named_elsewhere(option: str) -> str:
+    """Where to find what an option of SGLang or llama.cpp means; empty for options that are neither's."""
+    if words := SGLANG_NAMES.get(option):
+        return f"it is SGLang's; {words}"
+    if words := LLAMA_CPP_NAMES.get(option):
+        return f"it is llama.cpp's; {words}"
+    if option.removeprefix("speculative_") in _SGLANG_ONLY or option == "decoupled_spec_rank":
+        return "it is SGLang's, and nothing here corresponds to it"
+    if option.startswith(("spec_", "draft_p_", "draft_n_", "draft_min", "lookup_cache_")):
+        return "it is llama.cpp's, and nothing here corresponds to it"
+    return ""
 
 
 def changes_nothing(option: str, value: object, method: object) -> bool:

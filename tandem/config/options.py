@@ -222,6 +222,8 @@ def unknown_option(
     name = name.replace("-", "_").lower()
     if reason := names.REFUSED_OPTIONS.get(name):
         return f"{given} is not available in this version: {reason}"
+    if words := names.OF_A_SERVICE.get(name) or names.named_elsewhere(name):
+        return f"{given} is not an option: {words}"
     if isinstance(value, dict):
         return f"{given} is not an option; if it is a section of the file, name it with section_name"
     similar = get_close_matches(name, known, n=1, cutoff=_LIKENESS)

@@ -16,7 +16,17 @@ from pydantic import ValidationError
 from tandem.acceptance.strategies import STRATEGIES
 from tandem.config import SpeculativeConfig
 from tandem.config import names as acceptance_names
-from tandem.config.names import METHODS, REFUSED_METHODS, REFUSED_OPTIONS, as_torch, inferred_method
+from tandem.config.names import (
+    LLAMA_CPP_NAMES,
+    METHODS,
+    OF_A_SERVICE,
+    REFUSED_METHODS,
+    REFUSED_OPTIONS,
+    SGLANG_NAMES,
+    as_torch,
+    inferred_method,
+    named_elsewhere,
+)
 from tandem.config.options import ALIASES, flag, unknown_option
 from tandem.config.origin import Origin
 from tandem.config.settings import FilledSettings, load_settings
@@ -539,7 +549,10 @@ VLLM_OPTIONS = (
     "rejection_sample_method", "draft_sample_method", "num_speculative_tokens_per_batch_size",
     "enable_adaptive_verification", "attention_backend", "use_heterogeneous_vocab", "index_share_for_mtp_iteration",
     "disable_eagle_block_drop", "dspark_draft_topk", "synthetic_acceptance_rates", "synthetic_acceptance_length",
+    "kv_cache_dtype", "disable_lookahead_block_hashes", "draft_lm_head_quantization", "xpress_topc", "fly_window_size",
+    "fly_entropy_threshold", "fly_entropy_top_k",
 )  # fmt: skip
+"""Of vLLM 0.33 (vllm/config/speculative.py)."""
 VLLM_DEFAULTS = {
     "prompt_lookup_min": 5,
     "prompt_lookup_max": 5,
@@ -576,8 +589,46 @@ def test_an_option_is_supported_or_refused_by_name(name: str) -> None:
     if name in REFUSED_OPTIONS:
         assert refused(**{name: 1}) == f"{name} is not available in this version: {REFUSED_OPTIONS[name]}"
         SpeculativeConfig(**{name: None})  # null is not given, as in vLLM
+    elif name in OF_A_SERVICE:
+        assert refused(**{name: 1}) == f"{name} is not an option: {OF_A_SERVICE[name]}"
+        assert name in DraftSettings.model_fields
     else:
         assert ALIASES.get(name, name) in SpeculativeConfig.model_fields
+
+
+SGLANG = (
+    "--speculative-algorithm", "--speculative-draft-model-path", "--speculative-num-steps", "--speculative-eagle-topk",
+    "--speculative-num-draft-tokens", "--speculative-accept-threshold-single", "--speculative-token-map",
+    "--speculative-ngram-max-trie-depth", "--speculative-use-block-verification", "--speculative-adaptive",
+    "--decoupled-spec-role", "--decoupled-spec-connect-endpoints",
+)  # fmt: skip
+LLAMA_CPP = (
+    "--model-draft", "--draft", "--draft-max", "--draft-min", "--draft-p-min", "--device-draft", "--spec-type",
+    "--spec-draft-model", "--spec-draft-n-max", "--spec-draft-p-split", "--spec-ngram-size-n", "--spec-draft-poll",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "whose"), [(SGLANG, "SGLang's"), (LLAMA_CPP, "llama.cpp's")], ids=["sglang", "llama.cpp"]
+)
+def test_options_of_other_servers_are_answered_by_name(flags: tuple[str, ...], whose: str) -> None:
+    for given in flags:
+        assert unknown_option(given, {}).startswith(f"{given} is not an option: it is {whose}")
+
+
+def test_what_others_call_differently_is_an_option_here() -> None:
+    known = {
+        name
+        for settings in (CoordinatorSettings, DraftSettings, TargetSettings)
+        for name in settings.model_fields
+    }
+    words = [*SGLANG_NAMES.values(), *LLAMA_CPP_NAMES.values()]
+    named = [re.search(r"here it is called (\w+)(?: and (\w+))?", each) for each in words]
+    found = {name for match in named if match is not None for name in match.groups() if name is not None}
+    assert len(found) > 10
+    assert found <= known
+    # An option of ours is never taken for one of theirs.
+    assert [name for name in sorted(known) if named_elsewhere(name)] == []
 
 
 def test_the_length_in_vllms_json_form_is_the_drafts() -> None:

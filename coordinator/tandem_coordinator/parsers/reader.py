@@ -193,8 +193,24 @@ class CompletionReader:
         (write or self._say)("".join(self._held))
         self._held.clear()
 
+    def _release_before(self, marks: Sequence[str], write: Callable[[str], None]) -> str:
+        """Pass on the held characters, all but the beginning of a mark that they end with: that beginning.
+
+        They were held for a call that was none, and the mark may begin the next one.
+        """
+        held = "".join(self._held)
+        later = held[1:]  # the first one began the call that was none
+        found = [later[later.rfind(mark[0]) :] for mark in marks if mark[0] in later]
+        begun = max(
+            (tail for tail in found if any(mark.startswith(tail) for mark in marks)), key=len, default=""
+        )
+        write(held.removesuffix(begun))
+        self._held[:] = begun
+        return begun
+
     def _begin_call(self, name: str) -> None:
         self._end_fragments()
+        self._is_reasoning = False
         call = _Call(name)
         self._deltas.append({"index": len(self._calls), **call.described("")})
         self._calls.append(call)
@@ -228,9 +244,12 @@ class CompletionReader:
         while self._character in _SPACE:
             yield from self._next()
 
-    def _read_word(self, *words: str) -> Generator[None, str, str]:
-        """Read one of these words, of which none begins another; an empty text where another character comes first."""
-        read = ""
+    def _read_word(self, *words: str, begun: str = "") -> Generator[None, str, str]:
+        """Read one of these words, of which none begins another; an empty text where another character comes first.
+
+        `begun` is read and held already.
+        """
+        read = begun
         while read not in words:
             longer = read + self._character
             if not self._character or not any(word.startswith(longer) for word in words):
@@ -290,47 +309,65 @@ class CompletionReader:
     def _read_text(self) -> _Reading:
         """Reasoning where the text begins, and then content with calls."""
         self._character = yield
-        thoughts = self._reasoning_form if self._has_begun_reasoning is not None else None
+        form = self._form
+        begins = _starts_of(form)
+        opening = "" if form is None else form.opening
+        thoughts = None if self._has_begun_reasoning is None else self._reasoning_form
         if thoughts is not None and self._has_begun_reasoning:
             yield from self._read_reasoning(thoughts)
             thoughts = None
-        form = self._form
-        begins = _starts_of(form)
-        is_beginning = True
+        is_beginning = not self._calls
+        begun = self._release_before(begins, self._say)
         while True:
             starts = thoughts.starts if thoughts is not None and is_beginning else ()
             if is_beginning:
                 yield from self._read_space()
-            else:
+            elif not begun:
                 yield from self._pass_on({begin[0] for begin in begins}, self._say)
-            found = yield from self._read_word(*begins, *starts)
-            opened = "".join(self._held).strip()  # the opening may be the mark's own beginning
+            found = yield from self._read_word(*begins, *starts, begun=begun)
+            opened = "" if found else "".join(self._held).strip()  # an opening may be a mark's own beginning
             if thoughts is not None and found in starts:
                 self._held.clear()
                 yield from self._read_reasoning(thoughts)
                 thoughts = None
-                continue
-            if form is not None and found:
-                if form.shows_begin:
+                is_beginning = not self._calls
+            else:
+                is_opened = is_beginning and bool(opening) and (opened or self._character) == opening
+                if form is not None and (found or is_opened):
+                    yield from self._read_calls(form, found, is_open=bool(opened))
+                else:
                     self._release()
-                yield from self._read_calls(form, found)
-            elif form is not None and is_beginning and (opened or self._character or None) == form.opening:
-                yield from self._read_calls(form, "", is_open=bool(opened))
-            is_beginning = False
-            self._release()
+                is_beginning = False
+            begun = self._release_before(begins, self._say)
 
     def _read_reasoning(self, form: ReasoningForm) -> _Reading:
-        """Read reasoning up to a mark that ends it. A mark that begins it may be written once more."""
+        """Read reasoning up to a mark that ends it, or to a call, before which models leave that mark out.
+
+        A mark that begins it may be written once more.
+        """
         self._is_reasoning = True
+        calls = self._form
+        begins = () if calls is None or calls.shows_begin else _starts_of(calls)
+        marks = (*form.ends, *begins)
+        starts = form.starts
+        begun = ""
         yield from self._read_space()
-        if (yield from self._read_word(*form.starts)):
-            self._held.clear()
         while self._is_reasoning:
-            self._release(self._think)
-            yield from self._pass_on({end[0] for end in form.ends}, self._think)
-            if (yield from self._read_word(*form.ends)):
+            if not starts and not begun:
+                yield from self._pass_on({mark[0] for mark in marks}, self._think)
+            found = yield from self._read_word(*marks, *starts, begun=begun)
+            begun = ""
+            if found in form.ends:
                 self._held.clear()
                 self._is_reasoning = False
+            elif found in starts:
+                self._held.clear()
+            elif found and calls is not None:
+                yield from self._read_calls(calls, found)
+                begun = self._release_before(marks, self._think) if not self._calls else ""
+            else:
+                self._release(self._think)
+            starts = ()
 
     def _read_calls(self, form: CallForm, begin: str, *, is_open: bool = False) -> _Reading:
         """Read calls, if there are any, and those behind the marks that follow. What is held then is content.
@@ -340,6 +377,8 @@ class CompletionReader:
             begin: The mark that has been read; empty where the form's opening begins them.
             is_open: True if the opening has been read.
         """
+        if form.shows_begin and begin:
+            self._release()
         while True:
             found = yield from self._read_group(form, begin, is_open=is_open)
             if found is None:

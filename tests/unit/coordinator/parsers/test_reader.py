@@ -103,6 +103,7 @@ TEXTS: list[tuple[Any, str, str, list[tuple[str, str]]]] = [
     ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>", "", [("f", '{"a": 1}')]),
     ("glm45", "<tool_call>f\n<arg_key>a</arg_key> 1", "<tool_call>f\n<arg_key>a</arg_key> 1", []),
     ("glm45", f"<tool_call>{F}</tool_call>", f"<tool_call>{F}</tool_call>", []),
+    ("glm45", "<tool_call>one <tool_call>f</tool_call>", "<tool_call>one ", [("f", "{}")]),
     # Python
     ("pythonic", "[f(city='Oslo', days=3), g()]", "", [("f", '{"city": "Oslo", "days": 3}'), ("g", "{}")]),
     ("pythonic", "<|python_start|>[a.b(x=[1, (2, {'k': None})], y=-1.5e3,)]<|python_end|>", "",
@@ -405,6 +406,8 @@ THOUGHTS: list[tuple[str, bool | None, str, str, str]] = [
     ("qwen3", False, "<thing>", "", "<thing>"),
     ("qwen3", True, "Hm. </thin </think>Yes </think>", "Hm. </thin ", "Yes </think>"),
     ("qwen3", True, "\n<think>Hm.</think>Yes", "Hm.", "Yes"),
+    ("qwen3", True, "\n</think>Yes", "", "Yes"),
+    ("qwen3", False, "<think></think>Yes", "", "Yes"),
     ("qwen3", None, "<think>Hm.</think>", "", "<think>Hm.</think>"),
     ("mistral", False, "[THINK]Hm[/TH.[/THINK]Yes", "Hm[/TH.", "Yes"),
     ("granite", False, "Here's my thought process: Hm. Here is my response: Yes", " Hm. ", " Yes"),
@@ -426,21 +429,29 @@ def test_reasoning_is_told_from_content(
 
 @pytest.mark.parametrize("has_begun", [False, True])
 @pytest.mark.parametrize(
-    ("form", "call"),
+    ("form", "mention", "call"),
     [
-        ("demanded", f"[{F}]"),
-        ("hermes", f"<tool_call>{F}</tool_call>"),
-        ("pythonic", "[f()]"),
-        ("mistral", f"[{F}]"),
+        ("demanded", f"[{F}]", f"[{F}]"),
+        ("pythonic", "[f()]", "[f()]"),
+        ("mistral", f"[{F}]", f"[{F}]"),
+        ("hermes", "a <tool_call>", f"<tool_call>{F}</tool_call>"),
+        ("glm45", "the <tool_call> tag", "<tool_call>f</tool_call>"),
     ],
 )
-def test_calls_follow_reasoning(form: str, call: str, has_begun: bool) -> None:
-    """Those within the reasoning are thoughts."""
+def test_calls_follow_reasoning(form: str, mention: str, call: str, has_begun: bool) -> None:
     start = "" if has_begun else "<think>"
-    text = f"{start}Perhaps {call}.</think>\n\n{call}"
+    text = f"{start}Perhaps {mention}.</think>\n\n{call}"
     for pieces in ([text], list(text)):
         reader, found = read(form, pieces, reasoning=REASONINGS["qwen3"], has_begun=has_begun)
-        assert found == Said("", f"Perhaps {call}.")
+        assert found == Said("", f"Perhaps {mention}.")
+        assert called(reader) == [("f", "{}")]
+
+
+def test_a_call_ends_reasoning_whose_mark_is_missing() -> None:
+    text = f"<think>I ask.\n<tool_call>{F}</tool_call> So. </think>"
+    for pieces in ([text], list(text)):
+        reader, found = read("hermes", pieces, reasoning=REASONINGS["qwen3"])
+        assert found == Said(" So. </think>", "I ask.\n")
         assert called(reader) == [("f", "{}")]
 
 

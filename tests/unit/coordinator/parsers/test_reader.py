@@ -462,18 +462,20 @@ def test_the_work_is_linear(form: str) -> None:
     for mark in marks:
         for part in (mark, mark[:-1], f"{mark}[", f'{mark}f{{"a": '):
             counts = []
-            for length in (200, 800):
+            for length in (50, 200):
                 reader = CompletionReader(FORMS[form], REASONINGS["qwen3"])
                 counts.append(_count_steps(lambda: reader.read(part * length, is_last=True)))  # noqa: B023
-            assert counts[1] <= 4.5 * counts[0], part
+            assert counts[1] <= 4.1 * counts[0], part
 
 
 def _count_steps(work: Callable[[], object]) -> int:
-    """Lines of Python that this takes, which grow with the work, whatever the machine."""
+    """Lines of the reader's code that this takes, which grow with the work, whatever the machine."""
     steps = 0
 
     def count(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal steps
+        if frame.f_code.co_filename != CompletionReader.read.__code__.co_filename:
+            return None  # such as callbacks of garbage collection
         steps += 1
         return count
 

@@ -14,6 +14,7 @@ hold a part of a character.
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 import re
 import time
@@ -29,6 +30,16 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from tandem.errors import ConfigurationError, InvalidRequestError
 from tandem.model.grammar import known_tokens
 from tandem.model.types import Coverage, Delta, IntArray
+
+
+def vocabulary_hash(tokenizer: Tokenizer) -> str:
+    """SHA-256, in hexadecimal, of the mapping from token to id, added tokens included (`ModelInfo.tokenizer_hash`)."""
+    digest = hashlib.sha256()
+    pairs = tokenizer.get_vocab(with_added_tokens=True).items()
+    for token, token_id in sorted(pairs, key=lambda pair: (pair[1], pair[0])):
+        digest.update(f"{token_id}\t{json.dumps(token)}\n".encode())
+    return digest.hexdigest()
+
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _SEGMENT = re.compile(r".{64,255}?(?:(?<=\S)(?= \S)|(?<=\w)(?=\n))|.{1,256}", re.DOTALL)

@@ -132,6 +132,7 @@ async def target(
     max_sequences: int = 8,
     kept_sequences: int = 0,
     on_step: Callable[[StepRecord], None] = lambda _: None,
+    servicer: Callable[[Faults], FaultyTarget] = FaultyTarget,
 ) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
     """A target service in this process: its address, and its server."""
 
@@ -139,11 +140,11 @@ async def target(
         time.sleep(step_seconds)
         on_step(record)
 
-    servicer = FaultyTarget(faults)
+    target = servicer(faults)
     limits = EngineSettings(max_sequences=max_sequences, kept_sequences=kept_sequences)
     async with started(RowEngine(Backends(model), limits, on_step=observe)) as verifying:
-        servicer.verifier = Verifier(verifying, [DEMO_TARGET / "tokenizer.json"])
-        async with serving(servicer) as served:
+        target.verifier = Verifier(verifying, [DEMO_TARGET / "tokenizer.json"])
+        async with serving(target) as served:
             yield served
 
 

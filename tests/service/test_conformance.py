@@ -31,7 +31,13 @@ from tandem.v1.draft_pb2 import (
     ProposeRequest,
     ProposeResponse,
 )
-from tandem_coordinator.transport.conformance import CHECKS, Conversation, Subject, conformance, play
+from tandem_coordinator.transport.conformance.draft import (
+    CHECKS,
+    Conversation,
+    Subject,
+    check_draft_service,
+    play,
+)
 from tandem_coordinator.transport.draft_client import DraftClient
 from tandem_draft.proposers.ngram import ngram_proposer
 from tandem_draft.proposers.suffix import suffix_proposer
@@ -48,7 +54,7 @@ SECONDS = 30.0
 
 async def problems(address: str) -> list[str]:
     async with grpc.aio.insecure_channel(address) as channel:
-        findings = await conformance(channel, SECONDS)
+        findings = await check_draft_service(channel, SECONDS)
     assert [each.check for each in findings] == list(CHECKS)
     return [f"{each.check}: {each.detail}" for each in findings if each.severity is not Severity.OK]
 
@@ -325,7 +331,7 @@ async def test_a_draft_that_answers_nothing_cannot_be_reached() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{silent.getsockname()[1]}") as channel:
             with pytest.raises(ServiceUnavailableError, match="draft service: no answer within 1 s"):
-                await conformance(channel, 1.0)
+                await check_draft_service(channel, 1.0)
 
 
 # ---- the command

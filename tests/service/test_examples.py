@@ -8,7 +8,7 @@ from types import ModuleType
 import grpc.aio
 
 from tandem.model.admin import Severity
-from tandem_coordinator.transport.conformance import CHECKS, conformance
+from tandem_coordinator.transport.conformance.draft import CHECKS, check_draft_service
 from tests.paths import ROOT
 
 SECONDS = 30.0
@@ -27,7 +27,7 @@ async def test_the_draft_of_a_page_conforms() -> None:
     server, port = await example("lookup_draft").serve(0)
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            findings = await conformance(channel, SECONDS)
+            findings = await check_draft_service(channel, SECONDS)
     finally:
         await server.stop(None)
     assert [each.check for each in findings] == list(CHECKS)

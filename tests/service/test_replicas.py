@@ -15,7 +15,7 @@ import grpc.aio
 import pytest
 
 from tandem.clients.client import Client
-from tandem.errors import InvalidRequestError, ServiceUnavailableError
+from tandem.errors import IncompatibleModelsError, InvalidRequestError, ServiceUnavailableError
 from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.model.types import GenerationRequest, StepProfile, Verification, VerifyStep
 from tandem.rpc.addresses import Resolver
@@ -192,6 +192,49 @@ async def test_a_start_without_a_service_gives_the_reason() -> None:
             pass
     assert "127.0.0.1:1 is connecting" in str(raised.value)
     assert "nowhere.invalid:2 is down (its name cannot be resolved" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "own"), [("eagle3", "as this one by eagle3"), ("", "but this one has none")]
+)
+async def test_a_draft_address_that_is_a_targets_is_refused_at_once(method: str, own: str) -> None:
+    """The start ends with a sentence, however long it may wait for a draft."""
+    target = FakeTarget()
+    target.model_info = replace(target.model_info, name="big", drafting_method=method)
+    async with served(target) as (only,):
+        replicas = ReplicaRegistry(settings(only.address, only.address, start_timeout_seconds=SECONDS))
+        with pytest.raises(IncompatibleModelsError) as raised:
+            async with started(replicas):
+                pass
+        assert shot(replicas, only.address).role is Role.TARGET
+        assert [each.state for each in replicas.drafts.snapshots()] == [ReplicaState.INCOMPATIBLE]
+    assert str(raised.value) == (
+        "a target service is at this address (big); it must be a draft service: a target drafts by a head of its own "
+        f"without a draft address, {own}"
+    )
+
+
+async def test_a_target_address_that_is_a_drafts_is_refused_at_once() -> None:
+    async with served(FakeDraft()) as (only,):
+        replicas = ReplicaRegistry(settings(only.address, start_timeout_seconds=SECONDS))
+        with pytest.raises(IncompatibleModelsError, match="a draft service is at this address"):
+            async with started(replicas):
+                pass
+
+
+async def test_an_address_is_followed_from_a_draft_to_a_target_and_back() -> None:
+    async with followed(FakeTarget(), FakeDraft()) as (replicas, (_, first)):
+        await becomes(replicas, first.address, ReplicaState.READY)
+        await first.stop()
+        second = Served(FakeTarget(), host=first.host, port=first.port)
+        await second.start()
+        try:
+            seen = await becomes(replicas, first.address, ReplicaState.INCOMPATIBLE)
+        finally:
+            await second.stop()
+        assert seen.reason.startswith("a target service is at this address")
+        await first.start()
+        await becomes(replicas, first.address, ReplicaState.READY)
 
 
 async def test_a_draft_that_is_late_joins_a_target_that_serves_alone() -> None:

@@ -43,7 +43,7 @@ from tandem.wire import target as target_wire
 from tandem.wire.status import Ending
 from tandem_coordinator.service import CoordinatorService
 from tandem_coordinator.settings.coordinator import CoordinatorSettings
-from tandem_coordinator.transport.conformance import Conversation, Subject
+from tandem_coordinator.transport.conformance.draft import Conversation, Subject
 from tandem_coordinator.transport.draft_client import DraftClient
 from tandem_draft.proposers.suffix import suffix_proposer
 from tandem_draft.servicer import DraftedFor, DraftServicer

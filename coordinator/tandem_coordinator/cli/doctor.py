@@ -1,15 +1,18 @@
-"""`tandem admin doctor`: finds problems from here and from the coordinator; and `tandem doctor draft`."""
+"""`tandem admin doctor`: finds problems from here and from the coordinator; `tandem doctor draft` and `target` play the
+protocol of services."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
+import grpc.aio
 import typer
 from pydantic import Field
 from rich.console import Group, RenderableType
@@ -19,6 +22,7 @@ from rich.text import Text
 from tandem import __version__
 from tandem.clients.admin_client import DEFAULT_TIMEOUT_SECONDS, AdminClient
 from tandem.errors import (
+    ConfigurationError,
     PermissionDeniedError,
     ServiceUnavailableError,
     TandemError,
@@ -163,7 +167,7 @@ def doctor_view(findings: Sequence[Finding]) -> RenderableType:
     return Group(table, "", words)
 
 
-# ---- tandem doctor draft
+# ---- services
 
 
 class ServiceOptions(VerbOptions):
@@ -185,6 +189,35 @@ class ServiceOptions(VerbOptions):
     """Seconds that an answer may take."""
 
 
+@asynccontextmanager
+async def _open_service(address: str, service: ServiceOptions) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a service. Errors that say it is of the other kind name its address, and the command for it."""
+    # Only where it is asked for
+    from tandem_coordinator.transport.services import OtherServiceError
+
+    credentials = Credentials.of(service.model_dump())
+    async with open_channel(address, DEFAULT_MESSAGE_LIMIT_BYTES, credentials) as channel:
+        try:
+            yield channel
+        except OtherServiceError as error:
+            kind = error.found.value
+            raise ConfigurationError(
+                f"{address} is a {kind} service ({error.name}); give the address of a {error.wanted.value} service, or "
+                f"check this one with tandem doctor {kind}"
+            ) from error
+
+
+def _show_conformance(findings: Sequence[Finding], output: OutputOptions) -> None:
+    """Show what was found of a service, and fail if it differs from the protocol."""
+    conforms = all(finding.severity is not Severity.PROBLEM for finding in findings)
+    output.show({"conforms": conforms, "findings": findings}, lambda: doctor_view(findings))
+    if not conforms:
+        raise typer.Exit(Exit.FAILED)
+
+
+# ---- tandem doctor draft
+
+
 class DraftServiceOptions(ServiceOptions):
     """How to reach a draft service, and the target that it is for."""
 
@@ -203,40 +236,31 @@ async def doctor_draft(
     A line for each check: order, idempotence, rollback, what is stale, malformed or torn, and drafting ahead within its
     budgets. With --target the coordinator's rules for a draft and its target are checked as well. It opens a few short
     sequences; run it against a service that is idle, since batches of several sequences may change a model's ties.
-    Exits 0 when all checks pass, 1 when one fails, 4 when the service cannot be reached.
+    Exits 0 when all checks pass, 1 when one fails, 2 for a service of another kind, 4 when it cannot be reached.
     """
     # Only where it is asked for
-    from tandem_coordinator.transport.conformance import conformance
+    from tandem_coordinator.transport.conformance.draft import check_draft_service
     from tandem_coordinator.transport.draft_client import DraftClient
 
-    credentials = Credentials.of(service.model_dump())
-    async with open_channel(address, DEFAULT_MESSAGE_LIMIT_BYTES, credentials) as channel:
-        findings = await conformance(channel, service.timeout)
-        target = (
-            None
-            if service.target is None
-            else await _target_info(service.target, credentials, service.timeout)
-        )
+    async with _open_service(address, service) as channel:
+        findings = await check_draft_service(channel, service.timeout)
+        target = None
+        if service.target is not None:
+            target = await _target_info(service.target, service)
         findings += model_rules(await DraftClient(channel).model_info(), target)
-    conforms = all(finding.severity is not Severity.PROBLEM for finding in findings)
-    output.show({"conforms": conforms, "findings": findings}, lambda: doctor_view(findings))
-    if not conforms:
-        raise typer.Exit(Exit.FAILED)
+    _show_conformance(findings, output)
 
 
 _OF_CONFIGURATION = frozenset({"drafting-method", "configured-max-length"})
 """Rules that only options of the coordinator can break."""
 
 
-async def _target_info(address: str, credentials: Credentials, seconds: float) -> ModelInfo:
+async def _target_info(address: str, service: ServiceOptions) -> ModelInfo:
+    from tandem_coordinator.transport.conformance.checks import read_model
     from tandem_coordinator.transport.target_client import TargetClient
 
-    async with open_channel(address, DEFAULT_MESSAGE_LIMIT_BYTES, credentials) as channel:
-        try:
-            async with asyncio.timeout(seconds):
-                return await TargetClient(channel).model_info()
-        except TimeoutError:
-            raise ServiceUnavailableError(f"target service: no answer within {seconds:g} s") from None
+    async with _open_service(address, service) as channel:
+        return await read_model("target service", TargetClient(channel).model_info(), service.timeout)
 
 
 def model_rules(draft: ModelInfo, target: ModelInfo | None) -> list[Finding]:
@@ -280,15 +304,11 @@ async def doctor_target(
 
     A line for each check: rows, rollback, seeds, repeated steps, refusals, led rounds and a head of its own. It opens a
     few short sequences; run it against a service that is idle.
-    Exits 0 when all checks pass, 1 when one fails, 4 when the service cannot be reached.
+    Exits 0 when all checks pass, 1 when one fails, 2 for a service of another kind, 4 when it cannot be reached.
     """
     # Only where it is asked for
-    from tandem_coordinator.transport.target_conformance import target_conformance
+    from tandem_coordinator.transport.conformance.target import check_target_service
 
-    credentials = Credentials.of(service.model_dump())
-    async with open_channel(address, DEFAULT_MESSAGE_LIMIT_BYTES, credentials) as channel:
-        findings = await target_conformance(channel, service.timeout)
-    conforms = all(finding.severity is not Severity.PROBLEM for finding in findings)
-    output.show({"conforms": conforms, "findings": findings}, lambda: doctor_view(findings))
-    if not conforms:
-        raise typer.Exit(Exit.FAILED)
+    async with _open_service(address, service) as channel:
+        findings = await check_target_service(channel, service.timeout)
+    _show_conformance(findings, output)

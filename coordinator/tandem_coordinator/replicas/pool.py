@@ -34,6 +34,7 @@ from tandem_coordinator.replicas.hangs import UnansweredSteps, VerificationTimes
 from tandem_coordinator.stats.rounds import RoundTally
 from tandem_coordinator.stats.speculation import MovingAverage, MovingMedian
 from tandem_coordinator.transport.draft_client import DraftClient
+from tandem_coordinator.transport.services import OtherServiceError
 from tandem_coordinator.transport.target_client import TargetClient
 
 ClientT = TypeVar("ClientT", bound=TargetClient | DraftClient)
@@ -239,8 +240,12 @@ class Member(Generic[ClientT]):
 
     async def _meet(self) -> bool:
         """Ask for its model. True if the model fits."""
-        async with asyncio.timeout(UNANSWERED_SECONDS):
-            model = await self.client.model_info()
+        try:
+            async with asyncio.timeout(UNANSWERED_SECONDS):
+                model = await self.client.model_info()
+        except OtherServiceError as error:
+            await self._refuse(str(error))
+            return False
         if self.model is None or not model.instance_id or model.instance_id != self.model.instance_id:
             self._met_at = time.monotonic()
         self.model = model
@@ -252,9 +257,7 @@ class Member(Generic[ClientT]):
             except (ConfigurationError, InvalidRequestError) as error:
                 reason = str(error)
         if reason:
-            self._become(ReplicaState.INCOMPATIBLE, reason)
-            # It may come back with another model; until then only its health matters.
-            await self._watch()
+            await self._refuse(reason)
             return False
         if self._must_answer_probe and isinstance(self.client, TargetClient):
             await self.client.probe()
@@ -268,6 +271,11 @@ class Member(Generic[ClientT]):
         self._must_answer_probe = False
         self._become(ReplicaState.READY, "")
         return True
+
+    async def _refuse(self, reason: str) -> None:
+        """Leave it alone until it no longer serves: it may come back with another model, or as another service."""
+        self._become(ReplicaState.INCOMPATIBLE, reason)
+        await self._watch()
 
     async def _while_serving(self) -> None:
         tasks = [asyncio.create_task(work) for work in (self._watch(), self._ping(), self._suspected.wait())]

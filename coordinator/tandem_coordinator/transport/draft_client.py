@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 import grpc.aio
 
 from tandem.errors import ProtocolError
+from tandem.model.replica import Role
 from tandem.model.types import (
     ENDED,
     AheadBudget,
@@ -38,6 +39,7 @@ from tandem_coordinator.outcomes import IDLE, Coming, Hit, Miss, Outcome
 from tandem_coordinator.stats.speculation import MovingAverage
 from tandem_coordinator.telemetry.observer import StreamObserver
 from tandem_coordinator.transport.proposals import check_distribution, check_proposal
+from tandem_coordinator.transport.services import recognize_others
 from tandem_coordinator.transport.statuses import errors_of
 from tandem_coordinator.transport.streams import StreamedSequence, Streams
 
@@ -451,6 +453,7 @@ class DraftClient:
     """Calls one draft service."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
         self._stub = DraftServiceStub(channel)
         self.load = DraftLoad()
         """How busy it last said that it is."""
@@ -462,9 +465,10 @@ class DraftClient:
         )
 
     async def model_info(self) -> ModelInfo:
-        """The draft service's model, or its drafting method."""
-        with errors_of("draft service"):
-            answer = await self._stub.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest())
+        """The draft service's model, or its drafting method. Raises an OtherServiceError where a target answers."""
+        with errors_of(_SERVICE):
+            async with recognize_others(self._channel, Role.DRAFT):
+                answer = await self._stub.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest())
         self._heard(answer)
         return model_info_from_proto(answer.model_info)
 

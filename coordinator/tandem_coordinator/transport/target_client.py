@@ -21,6 +21,7 @@ from tandem.acceptance.strategies import AcceptanceRule, resolve
 from tandem.config import SpeculativeConfig
 from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
 from tandem.model.leading import Leading, read_outcome
+from tandem.model.replica import Role
 from tandem.model.types import (
     NO_LEAD,
     CacheCounts,
@@ -52,6 +53,7 @@ from tandem.wire.draft import MAX_TOKENIZER_BYTES
 from tandem.wire.status import Ending
 from tandem_coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
 from tandem_coordinator.transport.proposals import check_proposal
+from tandem_coordinator.transport.services import recognize_others
 from tandem_coordinator.transport.statuses import errors_of
 from tandem_coordinator.transport.streams import StreamedSequence, Streams
 
@@ -171,6 +173,7 @@ class TargetClient:
     """Calls one target service."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
         self._stub = TargetServiceStub(channel)
         self.streams: Streams[_Request, _Answer] = Streams(
             service="target service",
@@ -182,8 +185,10 @@ class TargetClient:
         """Those that the latest message of the service answers. Its answers are read one after the other."""
 
     async def model_info(self) -> ModelInfo:
+        """The target's model. Raises an OtherServiceError where a draft service answers."""
         with errors_of("target service"):
-            answer = await self._stub.GetModelInfo(target_pb2.TargetServiceGetModelInfoRequest())
+            async with recognize_others(self._channel, Role.TARGET):
+                answer = await self._stub.GetModelInfo(target_pb2.TargetServiceGetModelInfoRequest())
         return model_info_from_proto(answer.model_info)
 
     async def tokenizer_files(self) -> dict[str, bytes]:

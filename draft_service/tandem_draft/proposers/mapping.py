@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import Tensor
 
 from tandem.drafting.proposal import SharedTokens
-from tandem.engine.models.checkpoint import parsed_tokenizer, vocabulary_hash
+from tandem.engine.models.checkpoint import parsed_tokenizer
 from tandem.errors import ConfigurationError, ServiceUnavailableError
 from tandem.model.grammar import Grammars
 from tandem.model.types import (
@@ -28,7 +28,7 @@ from tandem.model.types import (
     TargetTokenizer,
     VocabularyMapping,
 )
-from tandem.model.vocabulary import SharedVocabulary, Transcript, Vocabulary
+from tandem.model.vocabulary import SharedVocabulary, Transcript, Vocabulary, vocabulary_hash
 
 logger = logging.getLogger(__name__)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -16,6 +14,7 @@ from tokenizers import Tokenizer
 from tandem.errors import ModelFolderError
 from tandem.model.sampling.defaults import GENERATION_CONFIG_FILE, sampling_defaults
 from tandem.model.types import SamplingDefaults
+from tandem.model.vocabulary import vocabulary_hash
 from tandem.model_sources.files import MAX_CONFIG_BYTES, check_size, read_object, refusal, unreadable
 
 MAX_LARGE_BYTES = 128 << 20
@@ -271,15 +270,6 @@ def parsed_tokenizer(content: bytes, where: str) -> Tokenizer:
         raise refusal(where, f"is not a tokenizer that can be read: {error}") from error
     _try_long_runs(where, tokenizer)
     return tokenizer
-
-
-def vocabulary_hash(tokenizer: Tokenizer) -> str:
-    """See `tokenizer_hash`."""
-    digest = hashlib.sha256()
-    pairs = tokenizer.get_vocab(with_added_tokens=True).items()
-    for token, token_id in sorted(pairs, key=lambda pair: (pair[1], pair[0])):
-        digest.update(f"{token_id}\t{json.dumps(token)}\n".encode())
-    return digest.hexdigest()
 
 
 def _try_long_runs(where: str, tokenizer: Tokenizer) -> None:

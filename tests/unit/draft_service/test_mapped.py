@@ -18,7 +18,6 @@ from torch import Tensor
 
 from tandem.drafting.proposal import Drafting, Outcome, SharedTokens, propose_head, propose_where_logits_are
 from tandem.engine.core.jobs import Continue, Job
-from tandem.engine.models.checkpoint import vocabulary_hash
 from tandem.engine.models.loading import load_model
 from tandem.errors import ConfigurationError, InvalidRequestError, ServiceUnavailableError
 from tandem.model.types import (
@@ -34,7 +33,7 @@ from tandem.model.types import (
     TargetTokenizer,
     VocabularyMapping,
 )
-from tandem.model.vocabulary import Vocabulary
+from tandem.model.vocabulary import Vocabulary, vocabulary_hash
 from tandem_draft.proposers import DraftedSequence
 from tandem_draft.proposers.mapped import MappedSequence
 from tandem_draft.proposers.mapping import MAX_TARGETS, Vocabularies

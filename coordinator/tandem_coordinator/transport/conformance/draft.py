@@ -1,24 +1,18 @@
-"""Plays the protocol of draft services (docs/protocol.md) against one, and says where it differs.
+"""Checks of draft services.
 
 Each check is a function that returns what it found, or raises the difference.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Self
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
+from tandem.errors import ProtocolError
 from tandem.model.admin import Finding
 from tandem.model.types import (
     MAX_BRANCHES,
@@ -28,55 +22,72 @@ from tandem.model.types import (
     DraftedOutcomes,
     DraftOptions,
     Finish,
-    ModelInfo,
     Proposal,
     ProposeStep,
     RowKind,
     SamplingParams,
 )
-from tandem.rpc.channels import errors_of
 from tandem.v1.draft_pb2 import ProposeRequest, ProposeResponse
 from tandem.wire import draft as wire
 from tandem.wire.status import Ending
 from tandem_coordinator.outcomes import Coming, Hit
+from tandem_coordinator.transport.conformance import conversation
+from tandem_coordinator.transport.conformance.checks import check_health, name_checks, play_checks, read_model
+from tandem_coordinator.transport.conformance.conversation import (
+    PROMPT_LENGTH,
+    REFUSED,
+    check_ending,
+    describe_ending,
+)
 from tandem_coordinator.transport.draft_client import DraftClient, PendingOutcomes
 from tandem_coordinator.transport.proposals import check_proposal
-from tandem_coordinator.transport.streams import Call
 
 _COUNT = 4
 """Tokens of a proposal, the default of `num_speculative_tokens`."""
-_PROMPT_LENGTH = 24
-_MAX_LENGTH = 128
-"""Longest sequence that is played, where the model reads as much."""
 _LARGEST_ID = 2**31 - 1
-_REFUSED = grpc.StatusCode.INVALID_ARGUMENT
 
 Request = DraftOptions | ProposeStep | Finish | Cancel
 
 
-class Conversation:
-    """One stream to the service, on which requests are said as they are."""
+class Subject(conversation.Subject):
+    """The draft service that is tested."""
+
+    __slots__ = ()
+
+    def options(self, temperature: float = 0.0, **others: object) -> DraftOptions:
+        sampling = SamplingParams(temperature=temperature, seed=7)
+        usual = DraftOptions("conformance", sampling, self.max_length, prompt_length=PROMPT_LENGTH)
+        return replace(usual, **others)  # type: ignore[arg-type]  # fields of the class
+
+    async def fresh(self, tokens: Sequence[int], options: DraftOptions | None = None) -> Proposal:
+        """The proposal of a new sequence that was sent all tokens at once."""
+        async with Conversation(self) as talk:
+            proposal = await talk.ask(tokens, options=options)
+            await talk.say((1, Finish(len(tokens))))
+            await talk.must_end("a Finish", code=grpc.StatusCode.OK)
+            return proposal
+
+
+class Conversation(conversation.Conversation[Request, wire.Answer]):
+    """One stream to a draft service."""
+
+    service = "draft service"
+    method = "/tandem.v1.DraftService/Propose"
 
     def __init__(self, draft: Subject) -> None:
+        super().__init__(draft)
         self._draft = draft
-        self.call: Call = draft.channel.stream_stream("/tandem.v1.DraftService/Propose")()
-        self._arrived: defaultdict[int, deque[wire.Answer | Ending | ProtocolError]] = defaultdict(deque)
         self._opened: set[int] = set()
 
-    async def __aenter__(self) -> Self:
-        return self
+    def _encode(self, requests: Iterable[tuple[int, Request]]) -> bytes:
+        return wire.requests_to_proto(requests).SerializeToString()
 
-    async def __aexit__(self, *_: object) -> None:
-        self.call.cancel()
+    def _decode(self, content: bytes) -> Iterable[tuple[int, wire.Answer | Ending | ProtocolError]]:
+        return wire.answers_from_proto(ProposeResponse.FromString(content))
 
     async def say(self, *requests: tuple[int, Request]) -> None:
-        """Send requests in one message, each with the number of its sequence."""
         self._opened |= {sequence for sequence, said in requests if isinstance(said, DraftOptions)}
-        await self.write(wire.requests_to_proto(requests).SerializeToString())
-
-    async def write(self, message: bytes) -> None:
-        with errors_of("draft service"):
-            await self.call.write(message)
+        await super().say(*requests)
 
     async def ask(
         self,
@@ -92,27 +103,6 @@ class Conversation:
         await self.say(*opening, (sequence, _step(tokens, base_length, count)))
         return await self.proposal(len(tokens), count, sequence)
 
-    async def next(self, sequence: int) -> wire.Answer | Ending:
-        """The next answer or end of a sequence."""
-        arrived, seconds = self._arrived[sequence], self._draft.seconds
-        try:
-            async with asyncio.timeout(seconds):
-                while not arrived:
-                    with errors_of("draft service"):
-                        content = await self.call.read()
-                    if not isinstance(content, bytes):
-                        raise ProtocolError("it ended the stream")
-                    for number, answer in wire.answers_from_proto(ProposeResponse.FromString(content)):
-                        self._arrived[number].append(answer)
-        except TimeoutError:
-            raise ProtocolError(f"no answer to sequence {sequence} within {seconds:g} s") from None
-        except DecodeError:
-            raise ProtocolError("its answer cannot be read; it must be a ProposeResponse") from None
-        answer = arrived.popleft()
-        if isinstance(answer, ProtocolError):
-            raise answer
-        return answer
-
     async def answer(self, sequence: int = 1, outcomes: PendingOutcomes | None = None) -> Proposal | Ending:
         """The next answer or end of a sequence; outcomes that were drafted ahead are checked or passed over."""
         while isinstance(answer := await self.next(sequence), DraftedOutcomes):
@@ -126,83 +116,13 @@ class Conversation:
         """The answer to a step, as a coordinator would take it."""
         answer = await self.answer(sequence, outcomes)
         if isinstance(answer, Ending):
-            raise ProtocolError(f"it ended sequence {sequence} instead of answering: {_words(answer)}")
+            raise ProtocolError(
+                f"it ended sequence {sequence} instead of answering: {describe_ending(answer)}"
+            )
         check_proposal(
-            "draft service", answer, length, count, self._draft.vocabulary_size, with_token_logits=False
+            self.service, answer, length, count, self._draft.vocabulary_size, with_token_logits=False
         )
         return answer
-
-    async def must_end(self, what: str, sequence: int = 1, code: grpc.StatusCode = _REFUSED) -> None:
-        """A sequence must end because of this: a mistake, unless another code is given."""
-        answer = await self.answer(sequence)
-        if isinstance(answer, Proposal):
-            raise ProtocolError(f"it answered sequence {sequence}, which it must end")
-        _must_have_ended(answer, what, code)
-
-    def is_silent(self, sequence: int) -> bool:
-        """True if nothing is there that was said of a sequence and not taken."""
-        return not self._arrived[sequence]
-
-    async def end_of_stream(self) -> grpc.StatusCode:
-        """Status of the stream, which must end now."""
-        seconds = self._draft.seconds
-        try:
-            async with asyncio.timeout(seconds):
-                with suppress(grpc.RpcError):
-                    while isinstance(await self.call.read(), bytes):
-                        pass
-        except TimeoutError:
-            raise ProtocolError(f"it did not end the stream within {seconds:g} s") from None
-        code: grpc.StatusCode = await self.call.code()
-        return code
-
-
-def _must_have_ended(ending: Ending, what: str, code: grpc.StatusCode = _REFUSED) -> None:
-    if ending.code is not code:
-        raise ProtocolError(f"{what} ended with {_words(ending)}; it must be {code.name}")
-
-
-def _words(ending: Ending) -> str:
-    return f"{ending.code.name} {ending.sentence}".strip()
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The service that is tested."""
-
-    channel: grpc.aio.Channel
-    model: ModelInfo
-    seconds: float
-    """How long an answer may take."""
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Bound of ids, also for a draft without a vocabulary, which proposes ids that it was sent."""
-        return self.model.vocabulary_size or 1 << 20
-
-    @property
-    def max_length(self) -> int:
-        return min(_MAX_LENGTH, self.model.max_length or _MAX_LENGTH)
-
-    def prompt(self, first: int = 0) -> list[int]:
-        """Tokens that repeat, so that drafts without a model have something to propose."""
-        base = min(300, self.vocabulary_size // 2)
-        return [
-            base + (first + number % 5) % (self.vocabulary_size - base) for number in range(_PROMPT_LENGTH)
-        ]
-
-    def options(self, temperature: float = 0.0, **others: object) -> DraftOptions:
-        sampling = SamplingParams(temperature=temperature, seed=7)
-        usual = DraftOptions("conformance", sampling, self.max_length, prompt_length=_PROMPT_LENGTH)
-        return replace(usual, **others)  # type: ignore[arg-type]  # fields of the class
-
-    async def fresh(self, tokens: Sequence[int], options: DraftOptions | None = None) -> Proposal:
-        """The proposal of a new sequence that was sent all tokens at once."""
-        async with Conversation(self) as talk:
-            proposal = await talk.ask(tokens, options=options)
-            await talk.say((1, Finish(len(tokens))))
-            await talk.must_end("a Finish", code=grpc.StatusCode.OK)
-            return proposal
 
 
 def _step(tokens: Sequence[int], base_length: int = 0, count: int = _COUNT) -> ProposeStep:
@@ -219,22 +139,9 @@ def _must_equal(found: Proposal, wanted: Proposal, what: str) -> None:
 # ---- what every draft service must do
 
 
-async def _health(draft: Subject, _: Conversation) -> str:
-    with errors_of("draft service"):
-        answer = await health_pb2_grpc.HealthStub(draft.channel).Check(
-            health_pb2.HealthCheckRequest(), timeout=draft.seconds
-        )
-    if answer.status != health_pb2.HealthCheckResponse.SERVING:
-        raise ProtocolError(f"grpc.health.v1.Health/Check says {answer.status}; it must be 1 (SERVING)")
-    return "grpc.health.v1.Health/Check says SERVING"
-
-
-async def _model(draft: Subject, _: Conversation) -> str:
-    model, steps = draft.model, len(draft.model.step_profile.seconds)
-    if model.drafting_method:
-        raise ProtocolError(
-            f"it is bound to the target at its own address ({model.drafting_method}), so it drafts for no other"
-        )
+async def _check_model(draft: Subject, _: Conversation) -> str:
+    model = draft.model
+    steps = len(model.step_profile.seconds)
     if model.has_model and not (model.tokenizer_hash and model.max_length > 0):
         raise ProtocolError("a model with a vocabulary must name its tokenizer's hash and its maximum length")
     profile = f"{steps} step times" if steps else "no step times"
@@ -242,12 +149,12 @@ async def _model(draft: Subject, _: Conversation) -> str:
     return f"{model.name}: {size}, sequences of up to {model.max_length or 'any'} tokens, {profile}"
 
 
-async def _reading(draft: Subject, talk: Conversation) -> str:
+async def _check_reading(draft: Subject, talk: Conversation) -> str:
     await talk.ask(draft.prompt(), count=0)
     return "a step that asks for no tokens is answered by an empty proposal"
 
 
-async def _proposals(draft: Subject, talk: Conversation) -> str:
+async def _check_proposals(draft: Subject, talk: Conversation) -> str:
     tokens, base, lengths = draft.prompt(), 0, []
     await talk.say((1, draft.options()))
     for _ in range(4):
@@ -258,7 +165,7 @@ async def _proposals(draft: Subject, talk: Conversation) -> str:
     return f"rounds were answered with {', '.join(map(str, lengths))} of {_COUNT} tokens"
 
 
-async def _distributions(draft: Subject, _: Conversation) -> str:
+async def _check_distributions(draft: Subject, _: Conversation) -> str:
     options = draft.options(1.0, row_kind=RowKind.SUPPORT, draft_top_k=5)
     proposal = await draft.fresh(draft.prompt(), options)
     _must_equal(await draft.fresh(draft.prompt(), options), proposal, "two sequences with one seed")
@@ -270,14 +177,14 @@ async def _distributions(draft: Subject, _: Conversation) -> str:
     return "each token is from the support that it comes with; one seed gives one proposal"
 
 
-async def _token_rows(draft: Subject, _: Conversation) -> str:
+async def _check_token_rows(draft: Subject, _: Conversation) -> str:
     proposal = await draft.fresh(draft.prompt(), draft.options(1.0))
     if proposal.distributions:
         raise ProtocolError("with_distributions is not set; its proposal has distributions")
     return "no distributions where the Open does not ask for them"
 
 
-async def _token_logits(draft: Subject, _: Conversation) -> str:
+async def _check_token_logits(draft: Subject, _: Conversation) -> str:
     if not draft.model.has_model:
         return "not asked for: without a model there are none"
     tokens = draft.prompt()
@@ -288,8 +195,8 @@ async def _token_logits(draft: Subject, _: Conversation) -> str:
     return "each token comes with its logit where the Open asks for it"
 
 
-async def _order(draft: Subject, talk: Conversation) -> str:
-    prompts = {number: draft.prompt(number)[: _PROMPT_LENGTH - number] for number in (1, 2, 3)}
+async def _check_order(draft: Subject, talk: Conversation) -> str:
+    prompts = {number: draft.prompt(number)[: PROMPT_LENGTH - number] for number in (1, 2, 3)}
     openings = [(number, draft.options()) for number in prompts]
     await talk.say(*openings, *((number, _step(prompt)) for number, prompt in prompts.items()))
     for number in (3, 1, 2):
@@ -304,15 +211,15 @@ async def _order(draft: Subject, talk: Conversation) -> str:
 # ---- deltas
 
 
-async def _idempotence(draft: Subject, talk: Conversation) -> str:
+async def _check_idempotence(draft: Subject, talk: Conversation) -> str:
     tokens = draft.prompt()
     first = await talk.ask(tokens)
-    for base, what in ((0, "the same step again"), (_PROMPT_LENGTH // 2, "a delta that repeats a half")):
+    for base, what in ((0, "the same step again"), (PROMPT_LENGTH // 2, "a delta that repeats a half")):
         _must_equal(await talk.ask(tokens, base), first, what)
     return "a delta that says again what is there changes nothing"
 
 
-async def _rollback(draft: Subject, talk: Conversation) -> str:
+async def _check_rollback(draft: Subject, talk: Conversation) -> str:
     kept = draft.prompt()
     await talk.ask([*kept, *reversed(kept)])
     tokens = [*kept[:-3], *kept[3:7]]
@@ -321,7 +228,7 @@ async def _rollback(draft: Subject, talk: Conversation) -> str:
     return "a delta that begins earlier replaces the tail, and the proposal is that of a fresh sequence"
 
 
-async def _unchanged(draft: Subject, talk: Conversation) -> str:
+async def _check_unchanged(draft: Subject, talk: Conversation) -> str:
     tokens = draft.prompt()
     await talk.ask(tokens)
     await talk.say((1, ProposeStep(Delta(len(tokens) + 1, [tokens[0]]), _COUNT)))
@@ -332,7 +239,7 @@ async def _unchanged(draft: Subject, talk: Conversation) -> str:
 # ---- what is refused
 
 
-async def _malformed(draft: Subject, talk: Conversation) -> str:
+async def _check_malformed(draft: Subject, talk: Conversation) -> str:
     tokens = draft.prompt()
     deltas = {
         "a negative base length": Delta(-1, tokens),
@@ -348,22 +255,22 @@ async def _malformed(draft: Subject, talk: Conversation) -> str:
         await talk.say((number, draft.options()), (number, step))
         await talk.must_end(what, number)
     _must_equal(await talk.ask(tokens, len(tokens)), first, "beside sequences that were refused")
-    return f"{len(steps)} bad steps each ended their own sequence with {_REFUSED.name}, and no other"
+    return f"{len(steps)} bad steps each ended their own sequence with {REFUSED.name}, and no other"
 
 
-async def _huge(draft: Subject, talk: Conversation) -> str:
+async def _check_huge(draft: Subject, talk: Conversation) -> str:
     what, tokens = "a step that asks for 2^30 tokens", draft.prompt()
     await talk.say((1, draft.options()), (1, _step(tokens, count=1 << 30)))
     answer = await talk.answer()
     if isinstance(answer, Ending):
-        _must_have_ended(answer, what)
-        return f"{what} is refused with {_REFUSED.name}"
+        check_ending(answer, what)
+        return f"{what} is refused with {REFUSED.name}"
     if len(answer) > draft.max_length:
         raise ProtocolError(f"{what} had an answer beyond the sequence's max_length")
     return f"{what} was answered with {len(answer)}"
 
 
-async def _opening(draft: Subject, talk: Conversation) -> str:
+async def _check_opening(draft: Subject, talk: Conversation) -> str:
     tokens = draft.prompt()
     await talk.say((1, _step(tokens)))
     await talk.must_end("a step without an Open")
@@ -373,7 +280,7 @@ async def _opening(draft: Subject, talk: Conversation) -> str:
     return "a step without an Open and a second Open are refused"
 
 
-async def _missing(draft: Subject, talk: Conversation) -> str:
+async def _check_missing(draft: Subject, talk: Conversation) -> str:
     tokens = draft.prompt()
     first = await talk.ask(tokens)
     whole = wire.requests_to_proto([(2, draft.options()), (2, _step(tokens))])
@@ -392,18 +299,18 @@ async def _missing(draft: Subject, talk: Conversation) -> str:
         await talk.write(message.SerializeToString())
         await talk.must_end(what, number)
     _must_equal(await talk.ask(tokens, len(tokens)), first, "beside sequences that were refused")
-    return f"{len(lacking)} messages that lack a part each ended their own sequence with {_REFUSED.name}, and no other"
+    return f"{len(lacking)} messages that lack a part each ended their own sequence with {REFUSED.name}, and no other"
 
 
-async def _unnumbered(draft: Subject, talk: Conversation) -> str:
+async def _check_unnumbered(draft: Subject, talk: Conversation) -> str:
     await talk.write(wire.requests_to_proto([(0, draft.options())]).SerializeToString())
-    if (code := await talk.end_of_stream()) is not _REFUSED:
-        raise ProtocolError(f"sequence 0 ended the stream with {code.name}; it must be {_REFUSED.name}")
+    if (code := await talk.end_of_stream()) is not REFUSED:
+        raise ProtocolError(f"sequence 0 ended the stream with {code.name}; it must be {REFUSED.name}")
     await draft.fresh(draft.prompt())
-    return f"sequence 0 ends the stream with {_REFUSED.name}; the next stream is served"
+    return f"sequence 0 ends the stream with {REFUSED.name}; the next stream is served"
 
 
-async def _unknown(draft: Subject, talk: Conversation) -> str:
+async def _check_unknown(draft: Subject, talk: Conversation) -> str:
     tokens = draft.prompt()
     message = wire.requests_to_proto([(1, draft.options()), (1, _step(tokens))]).SerializeToString()
     # Field 1000 of the message, with three bytes
@@ -415,7 +322,7 @@ async def _unknown(draft: Subject, talk: Conversation) -> str:
 # ---- ends
 
 
-async def _finish(draft: Subject, talk: Conversation) -> str:
+async def _check_finish(draft: Subject, talk: Conversation) -> str:
     tokens = draft.prompt()
     await talk.ask(tokens)
     await talk.say((1, Finish(len(tokens))))
@@ -423,7 +330,7 @@ async def _finish(draft: Subject, talk: Conversation) -> str:
     return "a Finish is answered by the sequence's end, code 0"
 
 
-async def _stale(draft: Subject, talk: Conversation) -> str:
+async def _check_stale(draft: Subject, talk: Conversation) -> str:
     tokens = draft.prompt()
     await talk.say((1, draft.options()), (1, _step(tokens)), (1, Finish(len(tokens))))
     await talk.proposal(len(tokens))
@@ -436,7 +343,7 @@ async def _stale(draft: Subject, talk: Conversation) -> str:
     return "what comes for a sequence that has ended is passed over"
 
 
-async def _cancel(draft: Subject, talk: Conversation) -> str:
+async def _check_cancel(draft: Subject, talk: Conversation) -> str:
     tokens = draft.prompt()
     await talk.say((1, draft.options()), (1, _step(tokens)), (2, draft.options()), (2, _step(tokens)))
     await talk.say((1, Cancel()))
@@ -445,7 +352,7 @@ async def _cancel(draft: Subject, talk: Conversation) -> str:
     return "a cancelled sequence ends alone"
 
 
-async def _half_closed(draft: Subject, talk: Conversation) -> str:
+async def _check_half_closed(draft: Subject, talk: Conversation) -> str:
     await talk.ask(draft.prompt())
     await talk.call.done_writing()
     await talk.end_of_stream()
@@ -459,7 +366,7 @@ async def _half_closed(draft: Subject, talk: Conversation) -> str:
 _BUDGET = AheadBudget(branch_count=4, token_count=3)
 
 
-async def _ahead(draft: Subject, talk: Conversation) -> str:
+async def _check_ahead(draft: Subject, talk: Conversation) -> str:
     if not draft.model.drafts_ahead:
         return "it does not draft ahead, so no budget is granted"
     tokens = draft.prompt()
@@ -468,7 +375,7 @@ async def _ahead(draft: Subject, talk: Conversation) -> str:
     await talk.say((1, draft.options(ahead=_BUDGET)), (1, step))
     proposal = await talk.proposal(len(tokens))
     pending.expect(len(tokens), proposal.token_ids, _BUDGET)
-    found = await _outcomes(talk, pending)
+    found = await _collect_outcomes(talk, pending)
     # The round that follows is verified already: nothing is asked for, and nothing but outcomes comes.
     accepted, following = found.accepted_counts[0], found.next_token_ids[0]
     base = len(tokens)
@@ -479,7 +386,7 @@ async def _ahead(draft: Subject, talk: Conversation) -> str:
     pending.expect(len(tokens), drafted.token_ids, _BUDGET)
     step = ProposeStep(Delta(base, [*tokens[base:], *drafted.token_ids]), 0, _BUDGET, len(drafted))
     await talk.say((1, step))
-    await _outcomes(talk, pending)
+    await _collect_outcomes(talk, pending)
     # A question ends drafting ahead; stale outcomes may be under way, no more than were granted.
     pending.expect(len(tokens), (), None)
     await talk.say((1, _step(tokens, len(tokens))))
@@ -487,14 +394,14 @@ async def _ahead(draft: Subject, talk: Conversation) -> str:
     return f"{_BUDGET.branch_count} x {_BUDGET.token_count} granted twice: outcomes came within them, also unasked"
 
 
-async def _outcomes(talk: Conversation, pending: PendingOutcomes) -> DraftedOutcomes:
+async def _collect_outcomes(talk: Conversation, pending: PendingOutcomes) -> DraftedOutcomes:
     """The first depth of a round's outcomes, after all its depths have come."""
     first: DraftedOutcomes | None = None
     depth = 0
     while first is None or depth < _BUDGET.token_count:
         answer = await talk.next(1)
         if not isinstance(answer, DraftedOutcomes):
-            what = "a proposal" if isinstance(answer, Proposal) else _words(answer)
+            what = "a proposal" if isinstance(answer, Proposal) else describe_ending(answer)
             raise ProtocolError(f"outcomes were granted, and {what} came instead")
         if pending.add(answer, time.monotonic()):
             first = first or answer
@@ -502,45 +409,53 @@ async def _outcomes(talk: Conversation, pending: PendingOutcomes) -> DraftedOutc
     return first
 
 
-async def _budgets(draft: Subject, talk: Conversation) -> str:
+async def _check_budgets(draft: Subject, talk: Conversation) -> str:
     if not draft.model.drafts_ahead:
         return "it does not draft ahead, so no budget is granted"
     wrong = (AheadBudget(MAX_BRANCHES + 1, 1), AheadBudget(1, 1 << 20), AheadBudget(-1, 1))
     for number, budget in enumerate(wrong, start=1):
         await talk.say((number, draft.options(ahead=budget)))
         await talk.must_end(f"a budget of {budget.branch_count} x {budget.token_count}", number)
-    return f"budgets out of range are refused with {_REFUSED.name}"
+    return f"budgets out of range are refused with {REFUSED.name}"
 
 
-_ALL = (
-    _health, _model, _reading, _proposals, _token_rows, _distributions, _token_logits, _order,
-    _idempotence, _rollback, _unchanged, _malformed, _huge, _opening, _missing, _unnumbered, _unknown,
-    _finish, _stale, _cancel, _half_closed, _ahead, _budgets,
-)  # fmt: skip
-CHECKS = {check.__name__.strip("_").replace("_", " "): check for check in _ALL}
+CHECKS = name_checks(
+    check_health,
+    _check_model,
+    _check_reading,
+    _check_proposals,
+    _check_token_rows,
+    _check_distributions,
+    _check_token_logits,
+    _check_order,
+    _check_idempotence,
+    _check_rollback,
+    _check_unchanged,
+    _check_malformed,
+    _check_huge,
+    _check_opening,
+    _check_missing,
+    _check_unnumbered,
+    _check_unknown,
+    _check_finish,
+    _check_stale,
+    _check_cancel,
+    _check_half_closed,
+    _check_ahead,
+    _check_budgets,
+)
 """By name."""
 
 
 async def play(name: str, draft: Subject) -> str:
     """Play one check on a stream of its own, so that one failure explains no other."""
     async with Conversation(draft) as talk:
-        return await CHECKS[name](draft, talk)
+        found: str = await CHECKS[name](draft, talk)
+        return found
 
 
-async def conformance(channel: grpc.aio.Channel, seconds: float) -> list[Finding]:
+async def check_draft_service(channel: grpc.aio.Channel, seconds: float) -> list[Finding]:
     """Everything that a draft service does as the protocol says, and what not."""
-    try:
-        async with asyncio.timeout(seconds):
-            model = await DraftClient(channel).model_info()
-    except TimeoutError:
-        raise ServiceUnavailableError(f"draft service: no answer within {seconds:g} s") from None
+    model = await read_model(Conversation.service, DraftClient(channel).model_info(), seconds)
     draft = Subject(channel, model, seconds)
-    findings = []
-    for name in CHECKS:
-        try:
-            findings.append(Finding.ok(name, await play(name, draft)))
-        except TandemError as error:
-            findings.append(Finding.problem(name, str(error).removeprefix("draft service: ")))
-            if name == "model":
-                break
-    return findings
+    return await play_checks(Conversation.service, CHECKS, lambda name: play(name, draft))

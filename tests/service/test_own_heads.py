@@ -264,6 +264,64 @@ async def test_the_text_and_what_is_proposed_do_not_depend_on_the_lead(pair: Pai
     assert usage.wasted_step_count == 0
 
 
+LONG = [
+    replace(request, max_tokens=60, num_speculative_tokens=None, rejection_sampling_strategy=None)
+    for request in SEEDED
+]
+"""Requests that leave the rule and the number of tokens to the coordinator."""
+
+
+async def complete_asking(
+    pair: Pair, rule: str, lead: int, requests: Sequence[GenerationRequest] = LONG, **options: Any
+) -> list[Completed]:
+    """Complete requests by a rule by which a target may not lead, whatever lead it is given."""
+    options |= {"rejection_sampling_strategy": rule, "speculation_policy": "fixed", "target_lead": lead}
+    async with asyncio.timeout(HANG_SECONDS), pair.host() as hosted:
+        async with over(hosted, **options) as (address, _):
+            found = await complete_all(address, requests)
+        usage = hosted.verifier.kv_usage()
+    assert (usage.led_step_count, usage.wasted_step_count) == (0, 0)
+    for each in found:
+        stats = each.speculation
+        assert (stats.lead.rounds, stats.lead.wasted) == (0, 0)
+        assert len(each.token_ids) == 60
+        assert set(each.token_ids) <= set(range(6))
+        assert sum(each.drafted) == stats.accepted
+        # Logit comparison adds no token of the target's where all that was proposed stays
+        whole = stats.positions[-1].accepted + 1 if rule == "logit-comparison" else 0
+        assert 0 <= stats.rounds + stats.accepted - 60 <= whole
+        assert stats.accepted < stats.drafted
+    return found
+
+
+@TWO_METHODS
+async def test_logit_comparison_asks_for_each_proposal(pair: Pair) -> None:
+    """It compares logits that only an asked step brings; its text does not depend on the lead that is allowed."""
+    found = await complete_asking(pair, "logit-comparison", lead=4, num_speculative_tokens=3)
+    again = await complete_asking(pair, "logit-comparison", lead=0, num_speculative_tokens=3)
+    assert texts(found) == texts(again)
+    for one, other in zip(found, again, strict=True):
+        assert one.drafted == other.drafted
+    assert accepted(found) > 0
+
+
+@TWO_METHODS
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("rate", [0.3, 0.8])
+async def test_synthetic_acceptance_has_the_rate_that_is_asked_for(
+    pair: Pair, rate: float, count: int
+) -> None:
+    found = await complete_asking(
+        pair, "synthetic", lead=4, num_speculative_tokens=count, synthetic_acceptance_rate=rate
+    )
+    drafted = sum(each.speculation.drafted for each in found)
+    # The share of a round's tokens that are accepted has at most the deviation of one of them. Proposals before the
+    # end of a text are shorter than others, and are accepted rather more often.
+    rounds = drafted / count
+    tolerance = 4 * (rate * (1 - rate) / rounds) ** 0.5
+    assert abs(accepted(found) / drafted - rate) < tolerance
+
+
 @TWO_METHODS
 async def test_what_only_the_coordinator_knows_costs_steps_and_no_text(pair: Pair) -> None:
     """Stop strings end the text wherever they lie in a lead; the target goes on until it learns of it."""

@@ -433,6 +433,7 @@ async def test_the_models_own_sampling_defaults_hold_and_are_shown(template: Pat
     body = {"prompt": [10], "max_tokens": 9}
     async with http_cluster(target, chat_template=template) as cluster:
         (model,) = (await cluster.http.get("/v1/models")).json()["data"]
+        assert (model["root"], model["parent"], model["permission"]) == ("fake", None, [])
         assert model["sampling_defaults"] == {
             "temperature": 0.6,
             "top_k": 20,

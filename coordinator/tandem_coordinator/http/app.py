@@ -349,6 +349,9 @@ class App:
             "object": "model",
             "created": self._created,
             "owned_by": "tandem",
+            "root": self._completions.models.target.name,
+            "parent": None,
+            "permission": [],
             "max_model_len": self._completions.models.target.max_length,
             "sampling_defaults": plain(self._completions.models.sampling_defaults),
         }

@@ -150,6 +150,8 @@ class MessageRounds:
             found.goes_on,
             found.serial,
             found.led,
+            found.cache,
+            found.logprobs,
             batch=batch,
             index=index,
         )

@@ -110,7 +110,13 @@ class RowRequest:
         if self.grammar is not None and self._is_forced(self.grammar, goes_on, token_ids):
             return answer, None
         told = Verification(
-            answer.base_length, answer.rows, answer.cost, answer.proposal, goes_on, cache=answer.cache
+            answer.base_length,
+            answer.rows,
+            answer.cost,
+            answer.proposal,
+            goes_on,
+            cache=answer.cache,
+            logprobs=answer.logprobs,
         )
         return told, self._behind(goes_on)
 

@@ -26,6 +26,7 @@ from tandem.model.types import (
     IntArray,
     LogitAdjustments,
     RowKind,
+    RowLogprobs,
     RowStatistics,
     SamplingParams,
     SupportRow,
@@ -268,6 +269,9 @@ Rows: TypeAlias = tuple[TargetRow, ...] | None
 class RowsOfKind:
     """The rows of some requests, in three parts. This class has the logits of the whole vocabulary."""
 
+    drawn: int | None = None
+    """Which of the launched tensors has the token of each row; None where rows have no token."""
+
     def __init__(self, requests: Sequence[RowRequest]) -> None:
         self._requests = requests
 
@@ -292,6 +296,8 @@ class RowsOfKind:
 
 class GreedyTokens(RowsOfKind):
     """The id of each row's highest logit."""
+
+    drawn = 0
 
     def launch(self, logits: Tensor, inputs: Sequence[Tensor], sampler: Sampler) -> list[Tensor]:
         return [sampler.argmax(logits)]
@@ -320,6 +326,8 @@ class DrawnTokens(GreedyTokens):
 
 class SupportRows(RowsOfKind):
     """Probabilities on the supports, and a token sampled outside each."""
+
+    drawn = 1
 
     def __init__(self, requests: Sequence[RowRequest]) -> None:
         super().__init__(requests)
@@ -412,6 +420,51 @@ def _parameters(sampling: Sequence[SamplingParams], device: torch.device) -> lis
     return [] if device.type == "cpu" else [parameter_rows(sampling)]
 
 
+class RowLogprobsOf:
+    """Log probabilities beside the rows of those requests of a kind that want them."""
+
+    def __init__(self, requests: Sequence[RowRequest]) -> None:
+        self._counts = [
+            request.options.logprobs for request in requests for _ in range(request.step.row_count)
+        ]
+        self._wanted = [row for row, count in enumerate(self._counts) if count is not None]
+        self._supports = [support for request in requests for support in request.supports]
+        self._row_counts = [request.step.row_count for request in requests]
+
+    def launch(self, logits: Tensor, tokens: Tensor) -> list[Tensor]:
+        """Computes on the device what the host reads: the highest logits, their columns, the logits of the rows' own
+        tokens, and what turns logits into log probabilities. `tokens` are those that were drawn, one for each row."""
+        if not self._wanted:
+            return []
+        width = max(len(self._supports[row]) for row in self._wanted)
+        ids = np.zeros((len(self._wanted), width), dtype=np.int64)
+        for place, row in enumerate(self._wanted):
+            ids[place, : len(self._supports[row])] = self._supports[row]
+        rows, own = to_device([np.array(self._wanted, dtype=np.int64), ids], logits.device)
+        wanted = logits[rows].double()
+        own = torch.cat([own, tokens[rows, None].clamp(min=0)], dim=1)
+        most = max(count or 0 for count in self._counts)
+        values, columns = wanted.topk(min(most, wanted.shape[1]), dim=-1)
+        return [values, columns, wanted.gather(1, own), wanted.logsumexp(dim=-1)]
+
+    def rows(self, found: Sequence[HostArray]) -> list[tuple[RowLogprobs, ...]]:
+        """Those of each request."""
+        by_row: dict[int, RowLogprobs] = {}
+        if found:
+            values, columns, own, sums = found
+            for place, row in enumerate(self._wanted):
+                count = self._counts[row] or 0
+                size = len(self._supports[row])
+                logprobs = own[place] - sums[place]
+                by_row[row] = RowLogprobs(
+                    tuple(columns[place, :count].tolist()),
+                    tuple((values[place, :count] - sums[place]).tolist()),
+                    (*logprobs[:size].tolist(), float(logprobs[-1])),
+                )
+        starts = list(accumulate(self._row_counts, initial=0))
+        return [tuple(by_row[row] for row in range(*bounds) if row in by_row) for bounds in pairwise(starts)]
+
+
 def verifications(
     requests: Sequence[RowRequest], logits: Tensor, sampler: Sampler = TORCH_SAMPLER
 ) -> list[Verification | None]:
@@ -437,11 +490,21 @@ def verifications(
         kind.launch(block, list(islice(given, len(arrays))), sampler)
         for kind, block, arrays in zip(kinds, blocks, inputs, strict=True)
     ]
-    found = iter(to_host([tensor for tensors in launched for tensor in tensors]))
+    beside = [RowLogprobsOf([requests[i] for i in indices]) for indices in groups.values()]
+    scored = [
+        each.launch(block, tensors[kind.drawn]) if kind.drawn is not None else []
+        for each, kind, block, tensors in zip(beside, kinds, blocks, launched, strict=True)
+    ]
+    found = iter(to_host([tensor for tensors in (*launched, *scored) for tensor in tensors]))
     answers: list[Verification | None] = [None] * len(requests)
     for kind, indices, tensors in zip(kinds, groups.values(), launched, strict=True):
         for i, rows in zip(indices, kind.rows(list(islice(found, len(tensors)))), strict=True):
             answers[i] = None if rows is None else Verification(requests[i].base_length, rows)
+    for each, indices, tensors in zip(beside, groups.values(), scored, strict=True):
+        logprobs = each.rows(list(islice(found, len(tensors))))
+        for i, own in zip(indices, logprobs, strict=True):
+            if (answer := answers[i]) is not None:
+                answer.logprobs = own
     return answers
 
 

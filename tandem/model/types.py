@@ -297,6 +297,17 @@ class DenseRow:
 TargetRow = TokenRow | SupportRow | DenseRow
 
 
+@dataclass(slots=True)
+class RowLogprobs:
+    """Natural logarithms of a row's probabilities, before temperature and truncation."""
+
+    top_token_ids: tuple[int, ...]
+    """The most probable tokens, the most probable first."""
+    top_logprobs: tuple[float, ...]
+    token_logprobs: tuple[float, ...]
+    """Of the token of a token row; of a support row's ids, and then of its token outside."""
+
+
 class GoesOn(NamedTuple):
     """A step that a target takes by itself."""
 
@@ -335,6 +346,8 @@ class Verification:
     """How many steps behind that one the target took this one by itself; 0 for the answer to the step."""
     cache: CacheCounts | None = None
     """Counts of the sequence so far; None where they have not changed, or the target does not say."""
+    logprobs: tuple[RowLogprobs, ...] = ()
+    """Those of each row, where the sequence wants them."""
 
 
 class NextToken(Enum):
@@ -507,6 +520,9 @@ class TargetOptions(SequenceOptions):
     draft_top_k: int = 0
     """How many of its most probable tokens the target's own head keeps, where the rule reads what tokens were drawn
     from; 0 means the service's default."""
+    logprobs: int | None = None
+    """Number of most probable tokens whose log probabilities come with each row, beside those of its own tokens; None:
+    no log probabilities. Dense rows have none beside them."""
 
     @property
     def reads_tokens(self) -> bool:
@@ -719,10 +735,8 @@ class GenerationRequest:
     ignore_eos: bool = False
     """Do not end the completion at the model's end-of-sequence ids."""
     logprobs: int | None = None
-    """Return each token's log probability, and those of this many of the target's most probable tokens, 0 to 20.
-
-    This needs dense rows, which hold the whole vocabulary for each position. None: no log probabilities.
-    """
+    """Return each token's log probability, and those of this many of the target's most probable tokens, 0 to 20. None:
+    no log probabilities."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the target's logits of these ids, -100 to 100, as OpenAI defines it."""
     min_tokens: int = 0

@@ -38,6 +38,7 @@ def size_of(part: object) -> int:
             size += 12 * len(part.token_ids) + 8 * sum([len(each.token_ids) for each in part.distributions])
         case Verification():
             size += sum(map(_size_of_row, part.rows))
+            size += sum(12 * len(row.top_token_ids) + 8 * len(row.token_logprobs) for row in part.logprobs)
         case SequenceOptions():
             size += _size_of_open(part)
     return size

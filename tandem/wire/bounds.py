@@ -50,6 +50,9 @@ _LIMITS = {
     "rows.probabilities": MAX_SUPPORT_VALUES,
     "statistics.ranks": MAX_SUPPORT_VALUES,
     "statistics.logits": MAX_SUPPORT_VALUES,
+    "logprobs.top_token_ids": MAX_SUPPORT_VALUES,
+    "logprobs.top_logprobs": MAX_SUPPORT_VALUES,
+    "logprobs.token_logprobs": MAX_SUPPORT_VALUES,
 }
 """By the end of the way to a field."""
 WALKED_BYTES = 1 << 20

@@ -29,6 +29,7 @@ from tandem.model.types import (
     Pending,
     Proposal,
     RowKind,
+    RowLogprobs,
     RowStatistics,
     SupportRow,
     TargetOptions,
@@ -129,6 +130,8 @@ def _write_open(message: target_pb2.VerifyOpen, options: TargetOptions) -> None:
     write_options(message, options)
     message.end_token_ids.extend(options.end_token_ids)
     message.draft_top_k = options.draft_top_k
+    if options.logprobs is not None:
+        message.logprob_count = options.logprobs
     if options.acceptance is not None:
         _write_rule(message.acceptance_rule, options.acceptance)
     if options.adjustments != _NO_ADJUSTMENTS:
@@ -138,6 +141,8 @@ def _write_open(message: target_pb2.VerifyOpen, options: TargetOptions) -> None:
 
 
 _NO_ADJUSTMENTS = LogitAdjustments()
+MAX_ROW_LOGPROBS = 128
+"""Bound of the most probable tokens of a row that a sequence may ask for; requests may ask for 20."""
 
 
 def _write_rule(message: target_pb2.AcceptanceRule, terms: AcceptanceTerms) -> None:
@@ -168,7 +173,18 @@ def _read_open(message: target_pb2.VerifyOpen) -> TargetOptions:
         end_token_ids=tuple(message.end_token_ids),
         acceptance=_read_rule(message.acceptance_rule) if message.HasField("acceptance_rule") else None,
         draft_top_k=message.draft_top_k,
+        logprobs=_read_logprob_count(message),
     )
+
+
+def _read_logprob_count(message: target_pb2.VerifyOpen) -> int | None:
+    if not message.HasField("logprob_count"):
+        return None
+    if not 0 <= message.logprob_count <= MAX_ROW_LOGPROBS:
+        raise InvalidRequestError(
+            f"logprob_count is {message.logprob_count}; it must be from 0 to {MAX_ROW_LOGPROBS}"
+        )
+    return message.logprob_count
 
 
 def _read_rule(message: target_pb2.AcceptanceRule) -> AcceptanceTerms:
@@ -342,6 +358,10 @@ def _write_verification(message: target_pb2.Verification, answer: Verification) 
     if answer.cache is not None:
         message.cache.cached_token_count = answer.cache.cached_tokens
         message.cache.preemption_count = answer.cache.preemptions
+    for row in answer.logprobs:
+        message.logprobs.add(
+            top_token_ids=row.top_token_ids, top_logprobs=row.top_logprobs, token_logprobs=row.token_logprobs
+        )
 
 
 def _write_rows(message: target_pb2.Verification, rows: Sequence[TargetRow]) -> None:
@@ -397,6 +417,7 @@ class Answer:
             self.serial,
             self.led,
             self.cache,
+            tuple(map(_read_logprobs, part.logprobs)),
         )
 
 
@@ -446,6 +467,12 @@ def _read_cache(message: target_pb2.CacheCounts) -> CacheCounts:
             f"cache has {cached} cached tokens and {preemptions} preemptions; neither can be below 0"
         )
     return CacheCounts(cached, preemptions)
+
+
+def _read_logprobs(message: target_pb2.RowLogprobs) -> RowLogprobs:
+    return RowLogprobs(
+        tuple(message.top_token_ids[:]), tuple(message.top_logprobs[:]), tuple(message.token_logprobs[:])
+    )
 
 
 def _read_goes_on(message: target_pb2.GoesOn) -> GoesOn:

@@ -29,7 +29,15 @@ def _label(said: Said, serial: int, led: int) -> Said:
         return said
     # For each answer: `replace` takes three times as long.
     return Verification(
-        said.base_length, said.rows, said.cost, said.proposal, said.goes_on, serial, led, said.cache
+        said.base_length,
+        said.rows,
+        said.cost,
+        said.proposal,
+        said.goes_on,
+        serial,
+        led,
+        said.cache,
+        said.logprobs,
     )
 
 

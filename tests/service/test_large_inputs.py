@@ -27,7 +27,7 @@ from tandem.wire.status import retry_after_seconds
 from tandem_coordinator import servicer
 from tandem_coordinator.decoding.tokenization import PromptEncoder, TokenTexts
 from tandem_coordinator.requests.admission import LARGE_BYTES
-from tandem_coordinator.telemetry.observer import Observer, RequestObserver
+from tandem_coordinator.telemetry.observer import Choices, Observer, RequestObserver
 from tests.service.clients import complete, until
 from tests.service.fakes import MAX_LENGTH, FakeTarget, cluster, coordinator, paced, served, settings_over
 from tests.service.http_cluster import HttpCluster, http_cluster
@@ -145,7 +145,7 @@ class Counts(Observer, RequestObserver):
     """The trace context of each."""
     outcomes: list[BaseException | None] = field(default_factory=list)
 
-    def begin(self, request_id: str, traceparent: str = "") -> Counts:
+    def begin(self, request_id: str, traceparent: str = "", choices: Choices | None = None) -> Counts:
         self.begun.append(traceparent)
         return self
 

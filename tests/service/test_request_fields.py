@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import InvalidRequestError
-from tandem.model.types import GenerationRequest, TruncationSide
+from tandem.model.types import GenerationRequest, RowKind, TruncationSide
 from tandem_draft.proposers.ngram import ngram_proposer
 from tests.end_to_end.models import load_reference
 from tests.service.clients import complete, complete_all, until
@@ -135,6 +136,47 @@ async def test_one_word_may_leave_no_token() -> None:
             InvalidRequestError, match="allowed_token_ids and bad_words are set so that no token"
         ):
             await complete(client, request)
+
+
+# ---- what is told of the completion
+
+
+@pytest.mark.parametrize("kind", ["draft", "ngram", "ahead", "alone"])
+async def test_log_probabilities_are_those_of_dense_rows_and_cost_no_lead(
+    kind: str, model: LoadedModel, other_model: LoadedModel
+) -> None:
+    options: dict[str, Any] = {"speculation_policy": "fixed", "target_lead": 4}
+    if kind == "ahead":
+        options["draft_ahead"] = 4
+    drafting: Any = {"ngram": model_free(ngram_proposer, prompt_lookup_min=1), "alone": None}.get(
+        kind, other_model
+    )
+    base = [GREEDY, replace(GREEDY, prompt=(300, 301) * 4)] + [
+        replace(GREEDY, temperature=temperature, seed=seed, rejection_sampling_strategy=rule, top_k=top_k)
+        for seed, (rule, temperature, top_k) in enumerate(itertools.product(RULES, (0.7, 1.5), (0, 20)))
+    ]
+    changes: list[dict[str, Any]] = [
+        {"logprobs": 0},
+        {"logprobs": 3},
+        {"logprobs": 20, "allowed_token_ids": (300, 301, 302), "logit_bias": {301: 1.0}},
+    ]
+    requests = [replace(each, **change) for each in base for change in changes]
+    async with pair(model, drafting, **options) as (client, _):
+        found = await complete_all(client.address, requests, 4)
+        dense = await complete_all(
+            client.address, [replace(each, row_kind=RowKind.DENSE) for each in requests], 4
+        )
+        silent = await complete_all(client.address, [replace(each, logprobs=None) for each in requests], 4)
+    for request, beside, of_rows, without in zip(requests, found, dense, silent, strict=True):
+        assert beside.token_ids == of_rows.token_ids == without.token_ids
+        assert beside.speculation.lead.rounds == without.speculation.lead.rounds or kind in ("ahead", "ngram")
+        assert len(beside.logprobs) == len(beside.token_ids)
+        for at, expected in zip(beside.logprobs, of_rows.logprobs, strict=True):
+            assert at.logprob == pytest.approx(expected.logprob, abs=1e-4)
+            assert at.top_logprobs == pytest.approx(expected.top_logprobs, abs=1e-4)
+            assert len(at.top_token_ids) == min(request.logprobs or 0, len(request.allowed_token_ids) or 20)
+    if kind == "alone":
+        assert all(each.speculation.lead.rounds == 11 for each in found)
 
 
 # ---- what is told of the prompt

@@ -31,6 +31,7 @@ from tandem.model.types import (
     Proposal,
     ProposeStep,
     RowKind,
+    RowLogprobs,
     RowStatistics,
     SparseDistribution,
     StepCost,
@@ -116,7 +117,10 @@ class FakeTarget(Fake, TargetServicer):
             tokens = self.begin(sequence.options.max_length)
             async for step in sequence.steps():
                 self.apply(tokens, step.delta)
-                await sequence.answer(await self.verified(tokens, step))
+                answer = await self.verified(tokens, step)
+                if sequence.options.logprobs is not None and step.row_kind is not RowKind.DENSE:
+                    answer.logprobs = sure_logprobs(answer, sequence.options.logprobs)
+                await sequence.answer(answer)
             self.finished += 1
         finally:
             self.running -= 1
@@ -147,6 +151,30 @@ def rows(continuation: Sequence[int], step: VerifyStep) -> tuple[TargetRow, ...]
         sure_support_row(token_id, support, with_statistics=step.with_statistics)
         for token_id, support in zip(continuation, supports, strict=True)
     )
+
+
+def sure_logprobs(answer: Verification, count: int) -> tuple[RowLogprobs, ...]:
+    """Those beside rows that give one token all the probability; the next higher ids rank behind it."""
+    found = []
+    for row in answer.rows:
+        own = [row.token_id] if isinstance(row, TokenRow) else []
+        if isinstance(row, SupportRow):
+            own = [*row.token_ids.tolist(), row.outside_token_id]
+        (sure,) = own if isinstance(row, TokenRow) else [_sure_token(row)]
+        tops = [(sure + more) % VOCABULARY_SIZE for more in range(count)]
+        found.append(
+            RowLogprobs(
+                tuple(tops),
+                tuple(-900.0 if more else 0.0 for more in range(count)),
+                tuple(0.0 if token_id == sure else -1000.0 for token_id in own),
+            )
+        )
+    return tuple(found)
+
+
+def _sure_token(row: TargetRow) -> int:
+    assert isinstance(row, SupportRow)
+    return int(row.token_ids[row.probs.argmax()]) if row.outside_mass == 0.0 else row.outside_token_id
 
 
 def sure_row(token_id: int) -> DenseRow:

@@ -1,5 +1,5 @@
-"""How probable draft and target find the tokens of a completion: log probabilities, from dense rows, and what the rows
-of a rule say."""
+"""How probable draft and target find the tokens of a completion: log probabilities, which come beside the target's
+rows, and what the rows of a rule say."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from tandem.model.types import (
     Float32Array,
     GenerationRequest,
     Proposal,
+    RowLogprobs,
     SamplingParams,
+    SupportRow,
+    TargetRow,
     TokenLogprobs,
     TokenRow,
     Verification,
@@ -109,9 +112,31 @@ def token_logprobs(
     verification: Verification, token_ids: Sequence[int], top_count: int
 ) -> tuple[TokenLogprobs, ...]:
     """Log probabilities of the tokens that a round keeps, from the rows at their positions."""
-    return tuple(
-        _at(row, token_id, top_count) for row, token_id in zip(verification.rows, token_ids, strict=False)
-    )
+    if not verification.logprobs:
+        return tuple(
+            _at(row, token_id, top_count) for row, token_id in zip(verification.rows, token_ids, strict=False)
+        )
+    beside = zip(verification.rows, verification.logprobs, token_ids, strict=False)
+    return tuple(_beside(row, found, token_id, top_count) for row, found, token_id in beside)
+
+
+def _beside(row: TargetRow, found: RowLogprobs, token_id: int, top_count: int) -> TokenLogprobs:
+    tops = zip(found.top_token_ids, found.top_logprobs, strict=True)
+    # One that a grammar or the request forbids is no alternative
+    likely = {top_id: logprob for top_id, logprob in tops if math.isfinite(logprob)}
+    logprob = likely.get(token_id)
+    if logprob is None:
+        logprob = dict(zip(_own_token_ids(row), found.token_logprobs, strict=True)).get(token_id)
+    if logprob is None:
+        raise ProtocolError("target service: it sent no log probability of a token that its rows decide on")
+    return TokenLogprobs(logprob, tuple(likely)[:top_count], tuple(likely.values())[:top_count])
+
+
+def _own_token_ids(row: TargetRow) -> tuple[int, ...]:
+    if isinstance(row, TokenRow):
+        return (row.token_id,)
+    assert isinstance(row, SupportRow), "dense rows have nothing beside them"
+    return (*row.token_ids.tolist(), row.outside_token_id)
 
 
 def _at(row: object, token_id: int, top_count: int) -> TokenLogprobs:

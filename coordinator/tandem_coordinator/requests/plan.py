@@ -192,6 +192,12 @@ class Plan:
         request = self.request
         return request.echo or (request.prompt_logprobs is not None and not request.delivered_token_ids)
 
+    @property
+    def _row_logprobs(self) -> int | None:
+        """How many tokens each row's log probabilities name: the most probable one too, which a rule may decide on."""
+        count = self.request.logprobs
+        return None if count is None or self.row_kind is RowKind.DENSE else max(count, 1)
+
     def scoring_options(self, client: str = "") -> TargetOptions:
         """Options of a sequence whose rows score the prompt, which nothing changes that is for the completion."""
         return replace(
@@ -201,6 +207,7 @@ class Plan:
             grammar=None,
             acceptance=None,
             draft_top_k=0,
+            logprobs=None,
         )
 
     def target_options(self, client: str = "") -> TargetOptions:
@@ -218,6 +225,7 @@ class Plan:
             grammar=None if self.grammar is None else self.grammar.grammar,
             acceptance=self.rule.terms if self.asks_head else None,
             draft_top_k=(self.settings.draft_top_k or 0) if self.asks_head else 0,
+            logprobs=self._row_logprobs,
         )
 
     def draft_options(self, ahead: AheadBudget | None = None, client: str = "") -> DraftOptions:
@@ -302,8 +310,6 @@ async def make_plan(
         spans = think_spans(models.tokenizer)
         whole = request.grammar if spans is None else spans.before(request.grammar, prompt)
         grammar = await models.grammars.open(whole, scopes.prefix)
-    if request.logprobs is not None:
-        request = replace(request, row_kind=RowKind.DENSE)
     sampling = _sampling(request)
     room = models.target.max_length - len(prompt)
     speculates = request.speculation and models.draft is not None

@@ -13,7 +13,7 @@ from tandem.config.names import OWN_METHODS, canonical_name
 from tandem.config.rule import Rule, broken, refuse, rule, spelled, within
 from tandem.errors import plural
 from tandem.model.sampling.ranges import request_sampling_rules
-from tandem.model.types import MAX_LOGIT_BIAS, GenerationRequest, LogitAdjustments, ModelInfo, RowKind
+from tandem.model.types import MAX_LOGIT_BIAS, GenerationRequest, LogitAdjustments, ModelInfo
 from tandem.serving.scopes import MAX_SALT_LENGTH
 from tandem_coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, CoordinatorSettings, RequestBounds
 
@@ -329,16 +329,6 @@ def _max_tokens_fit(subject: TokenizedRequest) -> Iterator[str]:
         )
 
 
-@rule("Log probabilities come from dense rows.")
-def _rows_with_logprobs(subject: TokenizedRequest) -> Iterator[str]:
-    kind = subject.request.row_kind
-    if subject.request.logprobs is not None and kind not in (None, RowKind.DENSE):
-        yield (
-            f"row_kind is {kind.value} and logprobs are asked for; it must be dense: other rows do not have the "
-            "probability of every token"
-        )
-
-
 PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 """The penalties of a request, each with the value that turns it off."""
 
@@ -443,7 +433,6 @@ REQUEST_RULES: tuple[Rule[TokenizedRequest], ...] = (
     within("logprobs", 0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}", of=_request),
     within("prompt_logprobs", 0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}", of=_request),
     within("priority", -(2**31), 2**31 - 1, "a signed 32-bit integer", of=_request),
-    _rows_with_logprobs,
     _stops,
     _logit_bias,
     _allowed_tokens,

@@ -726,7 +726,9 @@ def _go_on(
     cache = None
     if sequence.is_new or sequence.preemption_count:
         cache = CacheCounts(sequence.reused_length, sequence.preemption_count)
-    counted = Verification(answer.base_length, answer.rows, job.cost, proposal, cache=cache)
+    counted = Verification(
+        answer.base_length, answer.rows, job.cost, proposal, cache=cache, logprobs=answer.logprobs
+    )
     told, following = request.go_on(counted, acceptance, job.sequence.token_ids)
     return told, None if following is None else make_job(job.sequence, following, is_led=True)
 

@@ -11,7 +11,7 @@ import pytest
 from tandem.acceptance.strategies import STRATEGIES, resolve
 from tandem.config import SpeculativeConfig
 from tandem.errors import InvalidRequestError, status_code
-from tandem.model.types import GenerationRequest, Grammar, GrammarKind, ModelInfo, RowKind
+from tandem.model.types import GenerationRequest, Grammar, GrammarKind, ModelInfo
 from tandem_coordinator.requests.plan import can_draft_ahead
 from tandem_coordinator.requests.validation import REQUEST_RULES, TokenizedRequest
 from tests.unit.coordinator.model_infos import DRAFT, INF, NGRAM, TARGET
@@ -74,8 +74,6 @@ REQUESTS: list[tuple[str, TokenizedRequest, str]] = [
         "num_speculative_tokens is 0; it must be at least 1"),
     ("seed", request(seed=2**63), f"seed is {2**63}; it must be a signed 64-bit integer"),
     ("logprobs", request(logprobs=21), "logprobs is 21; it must be between 0 and 20"),
-    ("rows-with-logprobs", request(logprobs=0, row_kind=RowKind.SUPPORT),
-        "row_kind is support and logprobs are asked for; it must be dense"),
     ("stops", request(stop=("",)), "stop holds an empty string; each must have a character"),
     ("stops", request(stop_token_ids=(1, 100)), "stop_token_ids is for token id 100; ids must be in 0..99"),
     ("logit-bias", request(logit_bias={-1: 1.0}), "logit_bias is for token id -1; ids must be in 0..99"),

@@ -16,6 +16,7 @@ from tandem.model.types import (
     DenseRow,
     Proposal,
     RowKind,
+    RowLogprobs,
     RowStatistics,
     SamplingParams,
     SupportRow,
@@ -23,7 +24,7 @@ from tandem.model.types import (
     TokenRow,
     Verification,
 )
-from tandem_coordinator.transport.target_client import check_rows
+from tandem_coordinator.transport.target_client import check_logprobs, check_rows
 
 EMPTY, FULL = Proposal(3), Proposal(3, (7, 8))
 
@@ -120,3 +121,36 @@ def test_missing_statistics_are_refused_if_requested() -> None:
     check_rows(without, SIZE)
     with pytest.raises(ProtocolError, match="a row came without statistics; they were asked for"):
         check_rows(without, SIZE, with_statistics=True)
+
+
+OF_SUPPORT = RowLogprobs((3, 4), (-0.5, -1.0), (-2.0, -math.inf, -3.0))
+OF_TOKEN = RowLogprobs((3, 4), (-0.5, -1.0), (-0.5,))
+
+
+def test_log_probabilities_beside_rows_are_accepted() -> None:
+    check_logprobs(Verification(0, (SUPPORT, SUPPORT), logprobs=(OF_SUPPORT, OF_SUPPORT)), 2, SIZE)
+    check_logprobs(Verification(0, (TokenRow(3),), logprobs=(OF_TOKEN,)), 2, SIZE)
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        ((), "log probabilities of 0 rows came with 1 rows"),
+        ((OF_TOKEN, OF_TOKEN), "log probabilities of 2 rows came with 1 rows"),
+        ((OF_SUPPORT,), "there must be 2, 2 and 1"),
+        ((replace(OF_TOKEN, top_token_ids=(3,)),), "a row came with 1 ids"),
+        ((replace(OF_TOKEN, top_token_ids=(3, SIZE)),), f"it sent token id {SIZE}"),
+        (
+            (replace(OF_TOKEN, token_logprobs=(math.nan,)),),
+            "it sent the log probability nan; it must be at most 0",
+        ),
+        (
+            (replace(OF_TOKEN, top_logprobs=(0.5, -1.0)),),
+            "it sent the log probability 0.5; it must be at most 0",
+        ),
+    ],
+)
+def test_log_probabilities_that_do_not_fit_are_refused(found: tuple[RowLogprobs, ...], sentence: str) -> None:
+    with pytest.raises(ProtocolError, match=r"^target service: ") as refusal:
+        check_logprobs(Verification(0, (TokenRow(3),), logprobs=found), 2, SIZE)
+    assert sentence in str(refusal.value)

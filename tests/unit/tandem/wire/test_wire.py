@@ -44,6 +44,7 @@ from tandem.model.types import (
     Proposal,
     ProposeStep,
     RowKind,
+    RowLogprobs,
     RowStatistics,
     SamplingParams,
     SparseDistribution,
@@ -220,7 +221,19 @@ def verifications(draw: st.DrawFn) -> tuple[VerifyStep, Verification]:
     goes_on = draw(st.none() | following())
     labels = draw(IDS), draw(IDS)
     length, cost = draw(st.integers(0, 2**30)), draw(COSTS)
-    return step, Verification(length, rows, cost, proposal_of_its_own, goes_on, *labels)
+    logprobs = tuple(draw(st.lists(row_logprobs(), max_size=3)))
+    return step, Verification(length, rows, cost, proposal_of_its_own, goes_on, *labels, logprobs=logprobs)
+
+
+@st.composite
+def row_logprobs(draw: st.DrawFn) -> RowLogprobs:
+    doubles = st.floats(max_value=0.0, allow_nan=False)
+    count = draw(st.integers(0, 3))
+    return RowLogprobs(
+        tuple(draw(st.lists(IDS, min_size=count, max_size=count))),
+        tuple(draw(st.lists(doubles, min_size=count, max_size=count))),
+        tuple(draw(st.lists(doubles, max_size=3))),
+    )
 
 
 @st.composite
@@ -274,6 +287,7 @@ VERIFIED = TargetOptions(
     (2, 9),
     AcceptanceTerms("typical-acceptance", 0.25, 0.5),
     7,
+    3,
 )
 LIVES: list[tuple[Any, list[tuple[int, object]]]] = [
     (draft, [

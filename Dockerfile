@@ -109,7 +109,6 @@ COPY --from=model-packages /opt/tandem /opt/tandem
 COPY --from=code /code/tandem_speculative-*.dist-info tandem_speculative.dist-info
 COPY --from=code /code/tandem tandem
 COPY --from=code /code/tandem_target tandem_target
-COPY --from=code /code/tandem_draft tandem_draft
 ENV TANDEM_TARGET_HOST=0.0.0.0
 EXPOSE 50052
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \

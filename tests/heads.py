@@ -206,6 +206,9 @@ class Eagle3Reference(Layers):
             for prefix, own in _OWN_NAMES.items():
                 name = name.replace(prefix, own)
             self._w[name] = tensor.float()
+        own_count = len(self._w["lm_head.weight"]) if "lm_head.weight" in self._w else 0
+        self._offsets = self._w.get("d2t", torch.zeros(own_count))
+        """Of the target's ids of the tokens that the head knows."""
         self._theta = target.config.rope_parameters["rope_theta"]
         self._target = target
         self._states = TargetStates(target)
@@ -244,7 +247,7 @@ class Eagle3Reference(Layers):
         state = (state + self._swiglu("midlayer.mlp", inner))[-1]
         output = self._norm(state, "norm")
         best = int((self._w["lm_head.weight"] @ output).argmax())
-        return (output if self._flags["norm_output"] else state), best + int(self._w["d2t"][best])
+        return (output if self._flags["norm_output"] else state), best + int(self._offsets[best])
 
     def _attended(self, joined: Tensor) -> Tensor:
         query, key, value = (

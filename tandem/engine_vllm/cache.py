@@ -11,13 +11,16 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.engine.interface import KvUsage
 from tandem.engine.kv_cache.arena import CacheShape
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.steps import BranchStep
 from tandem.engine_vllm.worker import Part, Step
+
+if TYPE_CHECKING:
+    from tandem.engine_vllm.heads import VllmHeads
 
 _numbers = count(1)
 
@@ -81,6 +84,10 @@ class BlockCache:
     """vLLM's state of a request that has begun."""
     has_windows: bool = field(kw_only=True)
     """Some layers see the last tokens only."""
+    heads: VllmHeads | None = field(default=None, kw_only=True)
+    """Read what steps leave; None: nobody does."""
+    lookahead: int = field(default=0, kw_only=True)
+    """Tokens behind a step's for which the heads need room."""
     _held: dict[Sequence, _Held] = field(default_factory=dict, init=False)
     _branches: dict[Sequence, list[Sequence]] = field(default_factory=dict, init=False)
     _finished: list[str] = field(default_factory=list, init=False)
@@ -123,6 +130,11 @@ class BlockCache:
         """See `SequenceCache`. Every job begins here, so that a sequence that cannot go on begins anew."""
         self.trim(sequence)
         held = self._held.get(sequence)
+        if self.heads is not None and not self.has_windows:
+            # Computed once more where a head has not read it. With windows that could be much.
+            known = self.heads.known_length(sequence)
+            if known is not None and known < sequence.computed_length:
+                sequence.computed_length = known
         if held is not None:
             if sequence.computed_length >= max(held.published, held.shortest):
                 return
@@ -140,10 +152,16 @@ class BlockCache:
         if length and self._allocate(held, 0, length, blocks):
             sequence.advance_reused(length)
             held.published = held.shortest = length
+            if self.heads is not None:
+                self.heads.adopt(sequence, length)
 
     def is_ready(self, sequence: Sequence, end: int) -> bool:
         held = self._held.get(sequence)
-        return held is not None and end <= held.capacity
+        return held is not None and self._with_lookahead(end) <= held.capacity
+
+    def _with_lookahead(self, end: int) -> int:
+        """Tokens for which a step needs room that ends there. vLLM gives none beyond its longest sequence."""
+        return min(end + self.lookahead, max(end, self.manager.max_model_len)) if self.lookahead else end
 
     def make_ready(self, sequence: Sequence, end: int) -> bool:
         """See `SequenceCache`. A new sequence has to find room for all of its tokens beside those that have begun: it
@@ -170,6 +188,7 @@ class BlockCache:
             tokens,
             num_new_computed_tokens=known,
             new_computed_blocks=blocks,
+            num_lookahead_tokens=self.lookahead,
             delay_cache_blocks=True,  # it would believe that proposals are certain
             full_sequence_must_fit=must_fit,
         )
@@ -177,7 +196,7 @@ class BlockCache:
             return False
         computed = held.request.num_computed_tokens + known
         size = self.block_tokens
-        held.capacity = max(held.capacity, -(-(computed + tokens) // size) * size)
+        held.capacity = max(held.capacity, -(-self._with_lookahead(computed + tokens) // size) * size)
         if self.has_windows:
             held.shortest = max(held.shortest, computed)
         return True

@@ -47,7 +47,7 @@ USED: Mapping[str, tuple[str, ...]] = {
     "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks": ("request",),
     "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": (
         "request", "num_new_tokens", "num_new_computed_tokens", "new_computed_blocks", "delay_cache_blocks",
-        "full_sequence_must_fit",
+        "full_sequence_must_fit", "num_lookahead_tokens",
     ),
     "vllm.v1.core.kv_cache_manager:KVCacheManager.cache_blocks": ("request", "num_computed_tokens"),
     "vllm.v1.core.kv_cache_manager:KVCacheManager.free": ("request",),

@@ -26,7 +26,8 @@ from tandem.engine.rows import verifications
 from tandem.engine.steps import BranchStep, StepBackend
 from tandem.engine_vllm.adapter import Core, gpus_to_itself, load_core, uses_v2_runner
 from tandem.engine_vllm.cache import BlockCache
-from tandem.engine_vllm.worker import EXTENSION, NO_PROPOSER
+from tandem.engine_vllm.heads import VllmHeads
+from tandem.engine_vllm.worker import EXTENSION, NO_PROPOSER, RoundEnd
 from tandem.errors import ConfigurationError
 from tandem.model.leading import Leading
 from tandem.model.types import ModelInfo, Verification
@@ -49,6 +50,8 @@ _CPU_LENGTH = 4096
 """Tokens for which there is room in the cache of a model that names no limit."""
 _CPU_BLOCK_TOKENS = 32
 """Its attention on a CPU wants a multiple of 32."""
+_WITHOUT_CACHE = ("medusa",)
+"""Methods whose heads read one hidden state alone, and keep nothing."""
 _WRONG_ON_CPU = "-rotary_embedding"
 """vLLM 0.32's kernel that rotates positions on a CPU takes a part of a head for a whole one, as DeepSeek's queries have
 it; without it vLLM computes the same in torch."""
@@ -59,18 +62,24 @@ def load_vllm(
     folder: Path,
     *,
     proposal_length: int = 0,
+    head: Mapping[str, Any] | None = None,
     load_config: Mapping[str, Any] | None = None,
     on_failure: Callable[[], None] | None = None,
 ) -> VllmModel:
-    """Load a model into vLLM's workers, with CUDA graphs for proposals of this length; 0 for a model of which steps
-    want one row of each sequence."""
+    """Load a model into vLLM's workers.
+
+    Args:
+        proposal_length: Tokens of proposals for which CUDA graphs are captured; 0 for a model of which steps want one
+            row of each sequence.
+        head: Method and model of a drafting head beside it, as in vLLM's speculative configuration; None without one.
+    """
     checkpoint = open_checkpoint(folder)
     given = dict(load_config or {})
     load_format = given.pop("load_format", settings.load_format or "safetensors")
     if load_format not in LOAD_FORMATS:
         raise ConfigurationError(f"load_format is {load_format}; it must be one of {', '.join(LOAD_FORMATS)}")
     limits = EngineSettings.of(settings)
-    options = _options(settings, folder, limits, proposal_length) | given | {"load_format": load_format}
+    options = _options(settings, folder, limits, proposal_length, head) | given | {"load_format": load_format}
     if settings.compute_device == "cpu":
         if settings.kv_cache_memory_bytes is None:
             options["kv_cache_memory_bytes"] = _cpu_cache_bytes(checkpoint, limits, settings.compute_dtype)
@@ -79,11 +88,20 @@ def load_vllm(
     count = settings.device_count
     with nullcontext() if settings.compute_device == "cpu" else gpus_to_itself(count):
         core = load_core(options, on_failure)
-    return VllmModel(core, checkpoint, count)
+    model = VllmModel(core, checkpoint, count)
+    if head is not None:
+        has_pairs = head["method"] not in _WITHOUT_CACHE
+        model.heads = VllmHeads(model, proposal_length, has_pairs=has_pairs)
+        model.info = replace(model.info, drafting_method=head["method"])
+    return model
 
 
 def _options(
-    settings: ModelServerSettings, folder: Path, limits: EngineSettings, proposal_length: int
+    settings: ModelServerSettings,
+    folder: Path,
+    limits: EngineSettings,
+    proposal_length: int,
+    head: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     most = limits.prefill_chunk_tokens + _SHORT_STEP_TOKENS * limits.max_sequences + _MAX_ROWS
     is_cpu = settings.compute_device == "cpu"
@@ -100,7 +118,7 @@ def _options(
         "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
         "block_size": _CPU_BLOCK_TOKENS if is_cpu else None,
         # Without it vLLM computes one row of each sequence, and captures graphs of one token.
-        "speculative_config": _rows_of(proposal_length) if proposal_length else None,
+        "speculative_config": _rows_of(proposal_length, head) if proposal_length else None,
         "seed": 0,
         "tensor_parallel_size": settings.device_count,
         "distributed_executor_backend": "mp" if settings.device_count > 1 else "uni",
@@ -117,13 +135,30 @@ def _options(
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _rows_of(proposal_length: int) -> dict[str, Any]:
-    """A configuration of vLLM's drafting, of which no proposer ever runs."""
-    if uses_v2_runner():  # it takes none of others
-        proposer: dict[str, Any] = {"method": "ngram", "prompt_lookup_max": proposal_length}
+def _rows_of(proposal_length: int, head: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A configuration of vLLM's drafting. Without a head no proposer ever runs."""
+    proposer: dict[str, Any]
+    if head is not None:
+        proposer = dict(head)
+    elif uses_v2_runner():  # it takes none of others
+        proposer = {"method": "ngram", "prompt_lookup_max": proposal_length}
     else:
         proposer = {"method": "custom_class", "model": NO_PROPOSER}
     return proposer | {"num_speculative_tokens": proposal_length}
+
+
+def vllm_head(method: str, folder: Path | None) -> dict[str, Any]:
+    """A drafting head as vLLM's speculative configuration names it.
+
+    Raises:
+        ConfigurationError: vLLM is asked to run it by a model runner that drafts for nobody here.
+    """
+    if uses_v2_runner():
+        raise ConfigurationError(
+            f"VLLM_USE_V2_MODEL_RUNNER is 1 and --method is {method}; heads run with the runner V1 here, so leave the "
+            "variable out"
+        )
+    return {"method": method} if folder is None else {"method": method, "model": str(folder)}
 
 
 def _cpu_cache_bytes(checkpoint: Checkpoint, limits: EngineSettings, dtype: str) -> int:
@@ -169,6 +204,8 @@ class VllmModel:
     def __init__(self, core: Core, checkpoint: Checkpoint, device_count: int = 1) -> None:
         self._core = core
         self.info = _info(core, checkpoint, device_count)
+        self.heads: VllmHeads | None = None
+        """The model's own drafting head; None without one."""
 
     @property
     def device(self) -> torch.device:
@@ -191,6 +228,8 @@ class VllmModel:
             core.engine.request_block_hasher if settings.prefix_reuse else None,
             core.running,
             has_windows=any(not core.sees_all(spec) for spec in specs),
+            heads=self.heads,
+            lookahead=0 if self.heads is None else core.config.num_lookahead_tokens,
         )
         logger.info("kv cache sized", extra={"tokens": cache.usage().total_tokens})
         return cache, VllmSteps(self, cache, core)
@@ -202,6 +241,15 @@ class VllmModel:
                 for each in requests
             ]
         return logits.apply(verifications, requests)
+
+    def propose(self, ends: SequenceOf[RoundEnd], count: int) -> list[list[int]]:
+        """See `HeadModel`."""
+        found: list[list[int]] = self.call("tandem_propose", ends, count)
+        return found
+
+    def time_heads(self, sequences: int) -> float:
+        """See `HeadModel`."""
+        return float(self.call("tandem_time_head", sequences))
 
     def are_finite(self, logits: RemoteLogits) -> bool:
         return logits.apply(_are_finite, None)
@@ -238,7 +286,11 @@ class VllmSteps(StepBackend):
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Any:
         """See `StepBackend`; returns `RemoteLogits`."""
-        step = self._cache.step(segments, _row_counts(segments, rows))
+        heads = self._model.heads
+        if heads is not None:
+            heads.begin_step()
+        row_counts = _row_counts(segments, rows)
+        step = self._cache.step(segments, row_counts)
         try:
             self._model.call("tandem_step", step)
         except Exception:
@@ -246,6 +298,8 @@ class VllmSteps(StepBackend):
             for segment in segments:
                 self._cache.distrust(segment.sequence)
             raise
+        if heads is not None:
+            heads.end_step(segments, row_counts)
         return RemoteLogits(self._model)
 
     def run_branches(self, parts: SequenceOf[BranchStep]) -> Tensor:

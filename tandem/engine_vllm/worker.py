@@ -6,9 +6,10 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -93,12 +94,24 @@ class Step:
     block_ids_to_zero: Sequence[int] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class RoundEnd:
+    """What the round of one part came to."""
+
+    accepted_count: int
+    """How many of the proposed tokens are kept."""
+    next_token_id: int | None
+    """The token that follows them; None where nobody knows it yet."""
+
+
 class RowWorker:
     """Methods of vLLM's worker that are called by name (`collective_rpc`)."""
 
     model_runner: Any
     rank: int
     _tandem_logits: Tensor | None = None
+    _tandem_left: tuple[Any, Sequence[Part]] | None = None
+    """The last step's state and parts, where a head reads them."""
 
     def tandem_lacks(self) -> list[str]:
         """Members that the model runner should have and has not."""
@@ -109,6 +122,7 @@ class RowWorker:
     def tandem_step(self, step: Step) -> None:
         """Run a step and keep the logits of its rows, part by part, [rows, vocabulary_size]."""
         self._tandem_logits = None
+        self._tandem_left = None
         runner: Any = self.model_runner
         known = [part for part in step.parts if not part.is_new]
         extend, logits_of = (_extend_v2, _logits_v2) if hasattr(runner, "req_states") else (_extend, _logits)
@@ -118,10 +132,42 @@ class RowWorker:
         finally:
             state, runner.execute_model_state = runner.execute_model_state, None
         self._tandem_logits = logits_of(runner, state, step.parts)
+        self._tandem_left = state, step.parts
         if torch.cuda.is_initialized() and not any(part.row_count for part in step.parts):  # type: ignore[no-untyped-call]
             # Nobody reads anything of this step. The next one writes where this one's copies to the device may still
             # read; vLLM waits for them by sampling.
             torch.cuda.current_stream().synchronize()
+
+    @torch.inference_mode()
+    def tandem_propose(self, ends: Sequence[RoundEnd], count: int) -> list[list[int]] | None:
+        """Have vLLM's own head read the last step, and draft `count` tokens behind what each of its parts came to; on
+        the first rank, the tokens of each part."""
+        left, self._tandem_left = self._tandem_left, None
+        if left is None:
+            raise RuntimeError("the step has left nothing for a head")
+        state, parts = left
+        runner: Any = self.model_runner
+        by_id = {part.request_id: end for part, end in zip(parts, ends, strict=True)}
+        # vLLM orders requests as it likes
+        order = list(runner.input_batch.req_ids)
+        drafted = _propose(runner, state, parts, [by_id[request_id] for request_id in order], count)
+        if self.rank != 0:
+            return None
+        rows = dict(zip(order, drafted.tolist(), strict=True))
+        return [rows[part.request_id][:count] for part in parts]
+
+    @torch.inference_mode()
+    def tandem_time_head(self, sequences: int) -> float:
+        """Seconds that the head takes for one token of so many sequences, the least of three trials."""
+        runner: Any = self.model_runner
+        seconds = []
+        for _ in range(3):
+            began = time.perf_counter()
+            runner.drafter.dummy_run(sequences)
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+        return min(seconds) / int(runner.num_spec_tokens)
 
     @torch.inference_mode()
     def tandem_apply(self, function: Callable[[Any, Tensor], AnswerT], payload: Any) -> AnswerT | None:
@@ -132,6 +178,60 @@ class RowWorker:
         if logits is None:
             raise RuntimeError("the step has left no logits")
         return function(payload, logits)
+
+
+def _propose(runner: Any, state: Any, parts: Sequence[Part], ends: Sequence[RoundEnd], count: int) -> Tensor:
+    """Tokens of vLLM's proposer behind the last step, [sequences of the batch, at least `count`].
+
+    For the runner that vLLM calls V1; as its `propose_draft_token_ids` does behind its own sampler.
+
+    Args:
+        ends: In the batch's order.
+    """
+    drafter = runner.drafter
+    device = state.hidden_states.device
+    sampling = runner.input_batch.sampling_metadata
+    kept_counts = [end.accepted_count + 1 for end in ends]
+    if runner.speculative_config.method == "medusa":
+        draft_counts = {part.request_id: part.draft_count for part in parts}
+        rows = []
+        first = 0
+        for request_id, count_kept in zip(runner.input_batch.req_ids, kept_counts, strict=True):
+            rows.append(first + count_kept - 1)
+            first += draft_counts[request_id] + 1
+        hidden = state.sample_hidden_states[_index(rows, state.sample_hidden_states)]
+        return cast("Tensor", drafter.propose(drafter.num_speculative_tokens, hidden, sampling))
+    metadata = state.spec_decode_common_attn_metadata
+    sample_at = rejected = None
+    token_count = state.scheduler_output.total_num_scheduled_tokens
+    if state.spec_decode_metadata is not None:
+        kept = torch.tensor(kept_counts, dtype=torch.int32, device=device)
+        metadata, sample_at, rejected = drafter.prepare_inputs_padded(
+            metadata, state.spec_decode_metadata, kept
+        )
+        token_count = metadata.num_actual_tokens
+    hidden = state.hidden_states
+    other = getattr(runner.get_model(), "get_mtp_target_hidden_states", lambda: None)()
+    if other is not None:
+        hidden = other
+    if runner.use_aux_hidden_state_outputs:
+        hidden = torch.cat([each[:token_count] for each in state.aux_hidden_states], dim=-1)
+    next_ids = [0 if end.next_token_id is None else end.next_token_id for end in ends]
+    drafts = drafter.propose(
+        # One that drafts in parallel makes as many as it was made for.
+        num_speculative_tokens=runner.num_spec_tokens if drafter.parallel_drafting else count,
+        target_token_ids=runner.input_ids.gpu[:token_count],
+        target_positions=runner._get_positions(token_count),
+        target_hidden_states=hidden[:token_count],
+        next_token_ids=torch.tensor(next_ids, dtype=torch.int32, device=device),
+        token_indices_to_sample=sample_at,
+        common_attn_metadata=metadata,
+        sampling_metadata=sampling,
+        mm_embed_inputs=None,
+        num_rejected_tokens_gpu=rejected,
+        slot_mappings=state.slot_mappings,
+    )
+    return cast("Tensor", drafts)
 
 
 def _extend(runner: Any, parts: Sequence[Part]) -> None:

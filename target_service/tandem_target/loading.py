@@ -46,12 +46,17 @@ def load_verifier(
 ) -> Verifier:
     """Load the model that the settings name. `on_head_step` learns of the steps of the target's own head."""
     if settings.uses_vllm:
-        from tandem.engine_vllm.engine import load_vllm
+        from tandem.engine_vllm.engine import load_vllm, vllm_head
 
         proposed = settings.num_speculative_tokens
-        vllm = load_vllm(settings, settings.model, proposal_length=proposed, on_failure=on_failure)
-        engine = RowEngine(vllm, EngineSettings.of(settings), on_step, on_failure=on_failure)
-        return _verifier(engine, settings)
+        chosen = chosen_head(settings) if settings.has_head else None
+        head = None if chosen is None else vllm_head(*chosen)
+        vllm = load_vllm(settings, settings.model, proposal_length=proposed, head=head, on_failure=on_failure)
+        limits = EngineSettings.of(settings)
+        engine = RowEngine(vllm, limits, on_step, on_failure=on_failure, drafter=vllm.heads)
+        verifier = _verifier(engine, settings)
+        verifier.own_head = vllm.heads
+        return verifier
     if settings.has_head:
         return _load_with_head(settings, on_step, on_failure, on_head_step)
     target = _load_target(settings)

@@ -42,8 +42,8 @@ class TargetSettings(ModelServerSettings):
     """Layers whose hidden states are written, each by the number of layers before the state: 0 is the embedding. By
     default EAGLE-3's three. vLLM's name, in the draft's hf_config."""
     num_speculative_tokens: int = Field(default=4, ge=1, le=MAX_CONFIGURED_TOKENS)
-    """Tokens of the proposals for which the engine vllm captures whole CUDA graphs; others run as well. vLLM's
-    name."""
+    """Tokens of the proposals for which the engine vllm captures whole CUDA graphs; others run as well, and heads of
+    vLLM's propose no more. vLLM's name."""
 
     @property
     def has_head(self) -> bool:
@@ -52,8 +52,7 @@ class TargetSettings(ModelServerSettings):
 
     @property
     def needs_hidden_states(self) -> str:
-        options = ("draft_model", "speculative_method", "shared_storage_path")
-        return next((name for name in options if getattr(self, name) is not None), "")
+        return "" if self.shared_storage_path is None else "shared_storage_path"
 
 
 def check_extraction(settings: TargetSettings) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from tandem.acceptance.strategies import AcceptanceRule, rule_of
 from tandem.engine.interface import EngineOwner, RowRequest, SequenceEngine, non_finite_logits_logged
@@ -22,11 +22,11 @@ from tandem.model.types import (
     Grammar,
     LogitAdjustments,
     ModelInfo,
+    StepProfile,
     TargetOptions,
     Verification,
     VerifyStep,
 )
-from tandem_target.head_drafter import HeadDrafter
 from tandem_target.hidden_state_files import HiddenStateFiles
 
 OnLed: TypeAlias = Callable[[Verification | TandemError], None] | None
@@ -36,6 +36,20 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 """The files with which a coordinator tokenizes as the model does."""
 
 
+class OwnHead(Protocol):
+    """A drafting head beside the target, which its engine asks for proposals."""
+
+    async def start(self) -> None:
+        """Prepare its steps and time them, before the target's engine starts."""
+
+    async def close(self) -> None:
+        """Release what it holds, once the target's engine has ended."""
+
+    @property
+    def step_profile(self) -> StepProfile:
+        """Seconds that it takes for a token."""
+
+
 @dataclass(eq=False)
 class Verifier(EngineOwner[SequenceEngine[Any]]):
     """The target model behind whichever engine runs it."""
@@ -43,7 +57,7 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
     tokenizer_files: Sequence[Path]
     files: HiddenStateFiles | None = None
     """Take the hidden states of sequences that have ended; None: nobody wants them."""
-    own_head: HeadDrafter | None = None
+    own_head: OwnHead | None = None
     """Proposes in the engine's steps; None: proposals are given."""
     _grammars: Grammars | None = field(init=False)
 

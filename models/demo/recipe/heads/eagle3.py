@@ -70,8 +70,12 @@ def _adopt_last_layer(head: Eagle3Head, target: Any) -> None:
 
 
 def save(head: Eagle3Head, folder: Path) -> None:
-    """Write the weights, without the embedding, which is the target's."""
+    """Write the weights, without the embedding, which is the target's. A head of the whole vocabulary has no table of
+    ids, which vLLM would refuse."""
     ids: Tensor = head.target_ids  # type: ignore[assignment]  # a registered buffer
+    if len(ids) == head.vocabulary_size:
+        save_weights(head, folder)
+        return
     drafted = torch.zeros(head.vocabulary_size, dtype=torch.bool).index_fill_(0, ids, value=True)
     save_weights(head, folder, d2t=ids - torch.arange(len(ids)), t2d=drafted)
 

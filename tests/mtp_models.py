@@ -50,11 +50,11 @@ _BEHIND = f"model.layers.{LAYERS}."
 class MtpTarget:
     """A model with random weights and its prediction layer, which is one more layer like its last one."""
 
-    def __init__(self, family: str, vocabulary: int = 2048) -> None:
+    def __init__(self, family: str, vocabulary: int = 2048, size: int = SIZE, **changes: Any) -> None:
         config = transformers.AutoConfig.for_model(
             family,
             vocab_size=vocabulary,
-            hidden_size=SIZE,
+            hidden_size=size,
             intermediate_size=48,
             num_hidden_layers=LAYERS + 1,
             num_attention_heads=2,
@@ -64,7 +64,7 @@ class MtpTarget:
             tie_word_embeddings=False,
             bos_token_id=0,
             eos_token_id=1,
-            **_SHAPES[family],
+            **_SHAPES[family] | changes,
         )
         make: Any = transformers.AutoModelForCausalLM
         with torch.random.fork_rng():
@@ -73,9 +73,9 @@ class MtpTarget:
             decoder = self.model.model
             self._layers = decoder.layers
             self._before, self._state_norm, self._after = (
-                type(decoder.norm)(SIZE, eps=config.rms_norm_eps) for _ in range(3)
+                type(decoder.norm)(size, eps=config.rms_norm_eps) for _ in range(3)
             )
-            self._projection = nn.Linear(2 * SIZE, SIZE, bias=False)
+            self._projection = nn.Linear(2 * size, size, bias=False)
             own = nn.ModuleList([self._layers[-1], self._before, self._state_norm, self._after])
             # Weights of norms, and the biases that choose experts; they begin as all the same.
             for name, numbers in (*own.named_parameters(), *own.named_buffers()):

@@ -235,10 +235,10 @@ class VllmModel:
         return cache, VllmSteps(self, cache, core)
 
     def verify(self, requests: SequenceOf[RowRequest], logits: RemoteLogits) -> list[Verification | None]:
-        if not self._core.has_one_process:  # what belongs to the event loop cannot be pickled
+        if not self._core.has_one_process:
+            # What decides and leads stays here: it cannot be pickled, and rows do not depend on it.
             requests = [
-                each if each.on_led is None else replace(each, on_led=None, leading=Leading())
-                for each in requests
+                replace(each, on_led=None, leading=Leading(), rule=None, proposal=None) for each in requests
             ]
         return logits.apply(verifications, requests)
 

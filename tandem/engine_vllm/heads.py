@@ -15,10 +15,11 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tandem.acceptance.strategies import STRICT
 from tandem.engine.core.jobs import Job
 from tandem.engine.interface import RowRequest
 from tandem.engine.kv_cache.sequence import Segment, Sequence
-from tandem.engine_vllm.worker import RoundEnd
+from tandem.engine_vllm.worker import RoundEnd, SharedNoise
 from tandem.model.types import Proposal, StepCost, StepProfile, common_length
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class VllmHeads:
 
     def begin_step(self) -> None:
         """Have the head read what the last step has left, before another step takes its place."""
-        self._read_last({}, 0)
+        self._read_last((), 0)
 
     def end_step(self, segments: SequenceOf[Segment], row_counts: SequenceOf[int]) -> None:
         """Take note of a step that has run; its tokens do not count as computed yet."""
@@ -142,7 +143,7 @@ class VllmHeads:
         began = time.perf_counter()
         wanted = min(max(job.payload.step.own_tokens or 0 for job in jobs), self._most)
         parts = len(self._unread)
-        self._read_last({job.sequence: job.withheld for job in jobs if job.withheld is not None}, wanted)
+        self._read_last(jobs, wanted)
         seconds = time.perf_counter() - began
         cost = StepCost(seconds, parts, parts * wanted) if parts else None
         return [self._take(job, cost) for job in jobs]
@@ -175,16 +176,13 @@ class VllmHeads:
             return ()
         return token_ids[: grammar.allowed_count(token_ids)]
 
-    def _read_last(self, withheld: dict[Sequence, int], count: int) -> None:
-        """Have the head read the last step, and draft so many tokens behind it.
-
-        Args:
-            withheld: Tokens that follow those of their sequences, which the sequences do not have yet.
-        """
+    def _read_last(self, jobs: SequenceOf[Job[RowRequest]], count: int) -> None:
+        """Have the head read the last step, and draft so many tokens behind it for these jobs."""
         parts, self._unread = self._unread, []
         if not parts:
             return
-        ends = [self._end_of(part, withheld.get(part.sequence)) for part in parts]
+        wanted = {job.sequence: job for job in jobs}
+        ends = [self._end_of(part, wanted.get(part.sequence)) for part in parts]
         try:
             drafted = self._model.propose(ends, count)
         except Exception:
@@ -200,14 +198,15 @@ class VllmHeads:
                 own.proposal = tuple(token_ids)
                 own.length = part.start + part.certain_count + end.accepted_count + 1
 
-    def _end_of(self, part: _LastPart, withheld: int | None) -> RoundEnd:
-        """What a part's round came to, by the sequence's tokens now; its pairs are noted."""
+    def _end_of(self, part: _LastPart, job: Job[RowRequest] | None) -> RoundEnd:
+        """What a part's round came to, by the sequence's tokens now, and by the one that its job withholds; its pairs
+        are noted."""
         sequence = part.sequence
         if sequence.is_released:
             return RoundEnd(0, None)
         text = sequence.token_ids[part.start :]
-        if withheld is not None:
-            text.append(withheld)
+        if job is not None and job.withheld is not None:
+            text.append(job.withheld)
         same = common_length(part.token_ids, text)
         own = self._read.setdefault(sequence, _Read())
         own.length = -1
@@ -219,4 +218,17 @@ class VllmHeads:
             # Another token stands where its last certain one was, or nobody knows yet what follows.
             del own.pairs[part.start + max(same - 1, 0) :]
             return RoundEnd(max(same - part.certain_count, 0), None)
-        return RoundEnd(same - part.certain_count, text[same])
+        length = part.start + same + 1
+        return RoundEnd(
+            same - part.certain_count, text[same], None if job is None else _noise_of(job, length)
+        )
+
+
+def _noise_of(job: Job[RowRequest], length: int) -> SharedNoise | None:
+    """Where the rule accepts just what the target draws, the head draws with the target's noise. Under the others its
+    proposals are certain: the most probable tokens."""
+    request = job.payload
+    sampling = request.options.sampling
+    if request.rule is None or request.rule.strategy is not STRICT or sampling.is_greedy:
+        return None
+    return SharedNoise(sampling.temperature, sampling.seed, length)

@@ -7,7 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine_vllm.contract import RUNNER_ATTRIBUTES, lacking
+from tandem.model.sampling.noise import Purpose, sample, stream_keys
 
 AnswerT = TypeVar("AnswerT")
 
@@ -95,6 +97,16 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedNoise:
+    """The noise with which a target draws its tokens, and its head draws the same where their distributions agree."""
+
+    temperature: float
+    seed: int
+    length: int
+    """Length of the sequence that the head's first token extends."""
+
+
+@dataclass(frozen=True, slots=True)
 class RoundEnd:
     """What the round of one part came to."""
 
@@ -102,6 +114,8 @@ class RoundEnd:
     """How many of the proposed tokens are kept."""
     next_token_id: int | None
     """The token that follows them; None where nobody knows it yet."""
+    noise: SharedNoise | None = None
+    """With which the head draws; None where it takes the most probable tokens."""
 
 
 class RowWorker:
@@ -217,21 +231,65 @@ def _propose(runner: Any, state: Any, parts: Sequence[Part], ends: Sequence[Roun
     if runner.use_aux_hidden_state_outputs:
         hidden = torch.cat([each[:token_count] for each in state.aux_hidden_states], dim=-1)
     next_ids = [0 if end.next_token_id is None else end.next_token_id for end in ends]
-    drafts = drafter.propose(
-        # One that drafts in parallel makes as many as it was made for.
-        num_speculative_tokens=runner.num_spec_tokens if drafter.parallel_drafting else count,
-        target_token_ids=runner.input_ids.gpu[:token_count],
-        target_positions=runner._get_positions(token_count),
-        target_hidden_states=hidden[:token_count],
-        next_token_ids=torch.tensor(next_ids, dtype=torch.int32, device=device),
-        token_indices_to_sample=sample_at,
-        common_attn_metadata=metadata,
-        sampling_metadata=sampling,
-        mm_embed_inputs=None,
-        num_rejected_tokens_gpu=rejected,
-        slot_mappings=state.slot_mappings,
-    )
-    return cast("Tensor", drafts)
+    with _shared_noise(drafter, [end.noise for end in ends], device):
+        drafts: Tensor = drafter.propose(
+            # One that drafts in parallel makes as many as it was made for.
+            num_speculative_tokens=runner.num_spec_tokens if drafter.parallel_drafting else count,
+            target_token_ids=runner.input_ids.gpu[:token_count],
+            target_positions=runner._get_positions(token_count),
+            target_hidden_states=hidden[:token_count],
+            next_token_ids=torch.tensor(next_ids, dtype=torch.int32, device=device),
+            token_indices_to_sample=sample_at,
+            common_attn_metadata=metadata,
+            sampling_metadata=sampling,
+            mm_embed_inputs=None,
+            num_rejected_tokens_gpu=rejected,
+            slot_mappings=state.slot_mappings,
+        )
+    return drafts
+
+
+@contextmanager
+def _shared_noise(drafter: Any, noises: Sequence[SharedNoise | None], device: torch.device) -> Iterator[None]:
+    """Have the drafter draw tokens with noise during the block, if any is given."""
+    if not any(noises):
+        yield
+        return
+    drafter._sample_draft_tokens = _NoisyDraws(drafter.model, noises, device)
+    try:
+        yield
+    finally:
+        del drafter._sample_draft_tokens  # its class's own is there again
+
+
+class _NoisyDraws:
+    """Draws the tokens of a proposal position by position, without waiting for the device."""
+
+    def __init__(self, model: Any, noises: Sequence[SharedNoise | None], device: torch.device) -> None:
+        silent = SharedNoise(1.0, 0, 0)
+        given = [silent if each is None else each for each in noises]
+        self._model = model
+        self._is_drawn = torch.tensor([each is not None for each in noises], device=device)
+        self._temperatures = torch.tensor(
+            [each.temperature for each in given], dtype=torch.float64, device=device
+        )
+        self._seeds = torch.tensor([each.seed for each in given], dtype=torch.int64, device=device)
+        self._lengths = torch.tensor([each.length for each in given], dtype=torch.int64, device=device)
+        self._depth = 0
+
+    def __call__(self, hidden_states: Tensor, _: Any) -> tuple[Tensor, None]:
+        """The next token of each sequence; or all of its tokens, one after the other, where a head drafts in
+        parallel."""
+        logits = self._model.compute_logits(hidden_states)
+        count = len(logits) // len(self._seeds)
+        depths = self._depth + torch.arange(count, device=logits.device).repeat(len(self._seeds))
+        self._depth += count
+        positions = self._lengths.repeat_interleave(count) + depths
+        keys = stream_keys(self._seeds.repeat_interleave(count), positions, int(Purpose.TARGET))
+        temperatures = self._temperatures.repeat_interleave(count)[:, None]
+        probs = torch.softmax(logits.double() / temperatures, dim=-1)
+        is_drawn = self._is_drawn.repeat_interleave(count)
+        return torch.where(is_drawn, sample(probs, keys), logits.argmax(dim=-1)), None
 
 
 def _extend(runner: Any, parts: Sequence[Part]) -> None:

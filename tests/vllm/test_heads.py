@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tandem.model.types import GenerationRequest
 from tandem.model_sources.bundled import demo_pair
-from tests.end_to_end.models import load_reference
+from tests.end_to_end.chi_square import assert_drawn_from
+from tests.end_to_end.models import exact, load_reference, save_model, six_tokens
 from tests.end_to_end.processes import TANDEM, address_of, coordinator
 from tests.end_to_end.processes import running as process_of
 from tests.end_to_end.test_campaign import request as requested
-from tests.heads import Eagle3Reference, MedusaReference
+from tests.heads import Eagle3Reference, MedusaReference, save_eagle3
+from tests.mtp_models import MtpTarget
 from tests.paths import DEMO_EAGLE3, DEMO_TARGET, DEVICE
 from tests.service.clients import complete_all
 from tests.unit.engine.greedy import most_probable
 from tests.unit.target_service.test_head_drafter import Reference, Request, running
+from tests.vllm.test_serving import SCHEMA
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -40,6 +45,19 @@ HEADS: dict[str, tuple[Path, Callable[[Path, Any], Reference]]] = {
 }
 
 
+def assert_proposals_are_of(reference: Reference, requests: Sequence[Request]) -> None:
+    """But for tokens that are as probable as another, and where nobody knew yet what a round came to."""
+    lengths = [(request, *proposed) for request in requests for proposed in request.proposals[1:]]
+    proposed = [(request, length, proposal) for request, length, proposal in lengths if proposal]
+    assert len(proposed) > 0.75 * len(lengths)
+    differing = [
+        length
+        for request, length, proposal in proposed
+        if list(proposal) != reference.propose(request.tokens[:length], 4)
+    ]
+    assert len(differing) <= 0.03 * len(proposed)
+
+
 @pytest.mark.parametrize("method", HEADS)
 async def test_proposals_are_the_references_and_texts_the_targets(method: str) -> None:
     model = load_reference(DEMO_TARGET)
@@ -48,21 +66,9 @@ async def test_proposals_are_the_references_and_texts_the_targets(method: str) -
     async with running(DEMO_TARGET, head, **OPTIONS) as verifier:
         requests = [Request(verifier, str(index), prompt) for index, prompt in enumerate(PROMPTS)]
         texts = await asyncio.gather(*(request.run(40) for request in requests))
-    lengths = [(request, *proposed) for request in requests for proposed in request.proposals[1:]]
-    proposed = [(request, length, proposal) for request, length, proposal in lengths if proposal]
-    # One that shares a step with others may have to do without where nobody knew yet what its round came to.
-    assert len(proposed) > 0.75 * len(lengths)
-    differing = [
-        length
-        for request, length, proposal in proposed
-        if list(proposal) != reference.propose(request.tokens[:length], 4)
-    ]
-    assert len(differing) <= 0.03 * len(proposed), "but for tokens that are as probable as another"
+    assert_proposals_are_of(reference, requests)
     for prompt, text in zip(PROMPTS, texts, strict=True):
         assert text == most_probable(model, prompt, text)
-
-
-RULES = ("greedy", "strict", "residual", "block", "typical-acceptance", "logit-comparison")
 
 
 @pytest.fixture(scope="module", params=HEADS)
@@ -89,6 +95,97 @@ async def test_heads_change_no_text(address: str, lead: int) -> None:
             accepted = sum(each.speculation.accepted for each in found)
             led = sum(each.speculation.lead.rounds for each in found)
             rounds = sum(each.speculation.rounds for each in found)
-            print("FIG", lead, at_once, rounds, led, drafted, accepted)
             assert accepted > 0.1 * drafted > 0
             assert (led > 0.5 * rounds) == (lead > 0)
+
+
+async def test_a_grammar_bounds_what_a_head_proposes(address: str) -> None:
+    asked = [
+        replace(requested(prompt, rule, 200), grammar=SCHEMA, ignore_eos=False)
+        for prompt in TEXTS
+        for rule in ("greedy", "strict")
+    ]
+    with coordinator(address, None, "--target-lead", "4") as process:
+        found = await complete_all(address_of(process), asked)
+        expected = await complete_all(
+            address_of(process), [replace(each, speculation=False) for each in asked]
+        )
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    for each in found:
+        assert re.fullmatch(r'\{"name": "[a-z]{20,40}", "age": [0-9]{1,2}\}', each.text)
+    assert any(each.speculation.accepted for each in found)
+
+
+def three_layers() -> Any:
+    return six_tokens(7, 3, 64, 0.1)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A coordinator over a target whose distributions can be enumerated. Its head knows four tokens of six."""
+    model = three_layers()
+    folder = save_model(model, tmp_path_factory.mktemp("target"))
+    head = save_eagle3(
+        tmp_path_factory.mktemp("head"), model, draft_vocabulary=4, layer_ids=(0, 1, 2), seed=15
+    )
+    words = ("--model", str(folder), "--draft-model", str(head))
+    with (
+        process_of(TANDEM, "serve", "target", *words, *SERVED) as target,
+        coordinator(address_of(target), None, "--target-lead", "4") as process,
+    ):
+        yield address_of(process)
+
+
+@pytest.mark.parametrize("rule", ["strict", "residual", "block"])
+async def test_every_lossless_rule_has_the_targets_distribution(small: str, rule: str) -> None:
+    """1,200 texts of three tokens that are compared, as for separate drafts."""
+    request = GenerationRequest((3, 4), temperature=1.0, top_k=4, rejection_sampling_strategy=rule)
+    requests = [
+        replace(request, max_tokens=5, num_speculative_tokens=3, ignore_eos=True, seed=seed)
+        for seed in range(1200)
+    ]
+    compared = slice(0, 3)
+    completed = await complete_all(small, requests)
+    assert sum(each.speculation.accepted for each in completed) > 100
+    assert sum(each.speculation.lead.rounds for each in completed) > 1000
+    assert_drawn_from(exact(three_layers(), request, compared.stop), completed, compared, 0.15)
+
+
+async def test_a_head_over_two_processes(tmp_path: Path) -> None:
+    """Texts, and what is accepted of the head's proposals, are those over one."""
+    found = []
+    for count in ("1", "2"):
+        words = (
+            "--model",
+            str(DEMO_TARGET),
+            "--draft-model",
+            str(DEMO_EAGLE3),
+            "--tensor-parallel-size",
+            count,
+        )
+        with (
+            process_of(TANDEM, "serve", "target", *words, *SERVED) as target,
+            coordinator(address_of(target), None, "--target-lead", "4") as process,
+        ):
+            asked = [requested(prompt, rule, 32) for rule in ("greedy", "strict") for prompt in TEXTS]
+            found.append(await complete_all(address_of(process), asked, 2))
+    assert [each.token_ids for each in found[0]] == [each.token_ids for each in found[1]]
+    accepted = [sum(each.speculation.accepted for each in each) for each in found]
+    assert accepted[0] > 20
+    assert abs(accepted[0] - accepted[1]) < 0.1 * accepted[0]
+    assert all(each.speculation.lead.rounds for each in found[1])
+
+
+MTP = {"glm4_moe": {"head_dim": 32, "num_key_value_heads": 1}, "qwen3_next": {"head_dim": 32}}
+
+
+@pytest.mark.parametrize("family", MTP)
+async def test_the_targets_own_layers_propose(family: str, tmp_path: Path) -> None:
+    target = MtpTarget(family, size=64, **MTP[family])
+    folder = target.save(tmp_path / "target")
+    async with running(folder, None, **OPTIONS) as verifier:
+        requests = [Request(verifier, str(index), prompt) for index, prompt in enumerate(PROMPTS)]
+        texts = await asyncio.gather(*(request.run(24) for request in requests))
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        assert text == most_probable(target.model, prompt, text)
+    assert_proposals_are_of(target, requests)

@@ -134,14 +134,14 @@ def _vllm_options(settings: ModelServerSettings) -> Iterator[str]:
         )
 
 
-@rule("With the engine vllm `compile` is not on, and nothing reads hidden states.")
+@rule("With the engine vllm `compile` is not on, and no hidden states are written.")
 def _tandem_options(settings: ModelServerSettings) -> Iterator[str]:
     if not settings.uses_vllm:
         return
     if settings.compile == "on":
         yield "compile is on and the engine is vllm, which has kernels of its own; leave out compile"
     if option := settings.needs_hidden_states:
-        yield f"engine is vllm and {option} needs hidden states, which it does not give; set engine to tandem"
+        yield f"engine is vllm and {option} needs hidden states, which it gives to its own heads alone; set engine to tandem"
 
 
 class ModelServerSettings(ModelOptions, ServerSettings):

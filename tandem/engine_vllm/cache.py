@@ -277,7 +277,10 @@ class BlockCache:
             self._finished.append(held.request.request_id)
 
     def _publish(self, sequence: Sequence, held: _Held, length: int) -> None:
-        """Make the full blocks of the first `length` tokens known to others."""
+        """Make the full blocks of the first `length` tokens known to others, as far as a head has read them."""
+        known = None if self.heads is None else self.heads.known_length(sequence)
+        if known is not None:
+            length = min(length, known)
         if length - held.published < self.block_tokens or self.hasher is None or sequence.is_private:
             return
         request = held.request

@@ -625,9 +625,9 @@ class RowEngine(Engine[RowRequest, Verification]):
         super()._start_job(job)
 
     def _free(self, sequence: Sequence) -> None:
+        super()._free(sequence)
         if self._drafter is not None:
             self._drafter.release(sequence)
-        super()._free(sequence)
 
     def _extend(self) -> None:
         ready = [

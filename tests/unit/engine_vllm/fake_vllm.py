@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.engine_vllm.worker import Step
+from tandem.engine_vllm.worker import Part, RoundEnd, Step
 
 BLOCK_TOKENS = 4
 VOCABULARY_SIZE = 50
@@ -29,7 +29,10 @@ def expected_logits(token_ids: SequenceOf[int]) -> Tensor:
 class FakeManager:
     """Gives blocks as vLLM's `KVCacheManager` does, for one group of layers that keeps all tokens."""
 
-    def __init__(self, block_count: int) -> None:
+    def __init__(self, block_count: int, max_length: int = 64, *, drops_last: bool = False) -> None:
+        """`drops_last`: a head reads the last known block again, as its last pair is another's."""
+        self.max_model_len = max_length
+        self.drops_last = drops_last
         group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK_TOKENS))
         self.kv_cache_config = SimpleNamespace(
             num_blocks=block_count + 1, kv_cache_groups=[group], needs_kv_cache_zeroing=False
@@ -52,6 +55,8 @@ class FakeManager:
             if each not in self.by_hash:
                 break
             found.append(self.by_hash[each])
+        if self.drops_last:
+            del found[-1:]
         return found, len(found) * BLOCK_TOKENS, 0
 
     def allocate_slots(
@@ -59,6 +64,7 @@ class FakeManager:
         request: Any,
         num_new_tokens: int,
         *,
+        num_lookahead_tokens: int,
         num_new_computed_tokens: int,
         new_computed_blocks: list[int] | None,
         delay_cache_blocks: bool,
@@ -69,13 +75,14 @@ class FakeManager:
         known = new_computed_blocks or []
         taken = [each for each in known if each in self.free_blocks]
         computed = request.num_computed_tokens + num_new_computed_tokens
-        tokens = max(computed + num_new_tokens, request.num_tokens if full_sequence_must_fit else 0)
+        needed = min(computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        tokens = max(needed, request.num_tokens if full_sequence_must_fit else 0)
         if -(-tokens // BLOCK_TOKENS) - len(own) - len(known) + len(taken) > len(self.free_blocks):
             return None
         for each in known:
             self._take(each)
         own += known
-        while len(own) * BLOCK_TOKENS < computed + num_new_tokens:
+        while len(own) * BLOCK_TOKENS < needed:
             block = next(iter(self.free_blocks))
             self.evict_blocks({block})
             self._take(block)
@@ -153,16 +160,71 @@ class FakeWorker:
             read = [self.memory[place] for place in places]
             assert read == tokens[: part.end], "a block was written to that others hold, or was not written"
             rows += [expected_logits(read[: part.end - i]) for i in reversed(range(part.row_count))]
+            self.step_ran(part, places, list(tokens))
             del tokens[part.end - part.draft_count :]  # a proposal is no part of the sequence
         self.logits = torch.stack(rows) if rows else torch.empty(0, VOCABULARY_SIZE)
+
+    def step_ran(self, part: Part, places: list[tuple[int, int]], token_ids: list[int]) -> None:
+        """A part of a step has run; its tokens with the proposal lie at these places."""
 
     def tandem_apply(self, function: Callable[[Any, Tensor], Any], payload: Any) -> Any:
         return function(payload, self.logits)
 
 
+@dataclass
+class FakeHeadWorker(FakeWorker):
+    """With a head, whose pairs lie in the blocks beside the tokens: each depends on all tokens up to the one behind
+    its own. It proposes what the target will say, if its pairs are those of the sequence, and otherwise nonsense."""
+
+    max_length: int = 64
+    pairs: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    left: list[tuple[Part, list[int]]] = field(default_factory=list)
+    stale_count: int = 0
+    """Proposals behind pairs that are not the sequence's."""
+    proposed_count: int = 0
+
+    def tandem_step(self, step: Step) -> None:
+        assert not self.left, "the head has not read the last step"
+        super().tandem_step(step)
+
+    def step_ran(self, part: Part, places: list[tuple[int, int]], token_ids: list[int]) -> None:
+        self.left.append((part, token_ids))
+
+    def tandem_propose(self, ends: SequenceOf[RoundEnd], count: int) -> list[list[int]]:
+        left, self.left = self.left, []
+        return [self._read(*each, end, count) for each, end in zip(left, ends, strict=True)]
+
+    def _read(self, part: Part, token_ids: list[int], end: RoundEnd, count: int) -> list[int]:
+        following = [*token_ids[1:], -1]
+        kept_length = part.end - part.draft_count + end.accepted_count
+        following[kept_length - 1] = -1 if end.next_token_id is None else end.next_token_id
+        for at in range(part.start, part.end):
+            self.pairs[self._place(part, at)] = (*token_ids[: at + 1], following[at])
+        text = [*token_ids[:kept_length], following[kept_length - 1]]
+        proposal: list[int] = []
+        if count and end.next_token_id is not None:
+            read = [self.pairs[self._place(part, at)] for at in range(kept_length)]
+            is_stale = read != [tuple(text[: at + 2]) for at in range(kept_length)]
+            self.stale_count += is_stale
+            self.proposed_count += 1
+            for _ in range(count):
+                proposal.append(int(expected_logits([*text, *proposal]).argmax()))
+            if sum(text) % 3 == 0:
+                proposal[-1] ^= 1
+        for at in range(kept_length, min(kept_length + max(count - 1, 0), self.max_length)):
+            self.pairs[self._place(part, at)] = ()
+        return proposal
+
+    def _place(self, part: Part, at: int) -> tuple[int, int]:
+        return self.blocks[part.request_id][at // BLOCK_TOKENS], at % BLOCK_TOKENS
+
+    def tandem_time_head(self, sequences: int) -> float:
+        return 0.001 * sequences
+
+
 def fake_core(worker: FakeWorker, block_count: int = 200, max_length: int = 64) -> Any:
     """A stand-in for the result of `tandem.engine_vllm.adapter.load_core`."""
-    manager = FakeManager(block_count)
+    manager = FakeManager(block_count, max_length, drops_last=isinstance(worker, FakeHeadWorker))
     return SimpleNamespace(
         engine=SimpleNamespace(request_block_hasher=hashes, shutdown=lambda: None),
         config=SimpleNamespace(
@@ -171,6 +233,7 @@ def fake_core(worker: FakeWorker, block_count: int = 200, max_length: int = 64) 
             ),
             device_config=SimpleNamespace(device_type="cpu"),
             speculative_config=object(),
+            num_lookahead_tokens=4,
             scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64),
         ),
         executor=worker,

@@ -141,7 +141,7 @@ def _tandem_options(settings: ModelServerSettings) -> Iterator[str]:
     if settings.compile == "on":
         yield "compile is on and the engine is vllm, which has kernels of its own; leave out compile"
     if option := settings.needs_hidden_states:
-        yield f"engine is vllm and {option} needs hidden states, which it gives to its own heads alone; set engine to tandem"
+        yield f"engine is vllm and {option} needs hidden states, which only its own heads get; set engine to tandem"
 
 
 class ModelServerSettings(ModelOptions, ServerSettings):

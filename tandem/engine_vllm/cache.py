@@ -126,8 +126,13 @@ class BlockCache:
     def check_rows(self, sequence: Sequence, row_count: int) -> None:
         """See `SequenceCache`: vLLM serves no length for which the cache is too small."""
 
-    def reuse(self, sequence: Sequence, row_count: int = 0) -> None:
-        """See `SequenceCache`. Every job begins here, so that a sequence that cannot go on begins anew."""
+    def reuse(self, sequence: Sequence, row_count: int = 0, known_hashes: SequenceOf[Any] = ()) -> None:
+        """See `SequenceCache`. Every job begins here, so that a sequence that cannot go on begins anew.
+
+        Args:
+            known_hashes: Those of its first blocks. Each is computed from the one before it, so those of a long text
+                take milliseconds.
+        """
         self.trim(sequence)
         held = self._held.get(sequence)
         if self.heads is not None and not self.has_windows:
@@ -146,6 +151,7 @@ class BlockCache:
         if self.hasher is None or sequence.is_private:
             return
         request.num_tokens = sequence.length - row_count + 1  # the manager leaves one token to be computed
+        request.block_hashes.extend(known_hashes)
         request.block_hashes.extend(self.hasher(request))
         blocks, length, _ = self.manager.get_computed_blocks(request)
         # Taken at once: another sequence's blocks could take their place in this very step.
@@ -223,11 +229,14 @@ class BlockCache:
         computed again for each. None where there is no room, or they were given up.
         """
         trunk = step.sequence
+        known_hashes: SequenceOf[Any] = ()
         if step.depth == 0:
             self.trim(trunk)
             if (held := self._held.get(trunk)) is None:
                 return None
             self._publish(trunk, held, min(step.trunk_lengths))
+            hash_tokens = self.manager.block_pool.hash_block_size
+            known_hashes = held.request.block_hashes[: held.published // hash_tokens]
             self._branches[trunk] = []
             for length in step.trunk_lengths:
                 branch = Sequence(trunk.tables, trunk.max_length, trunk.vocabulary_size, scope=trunk.scope)
@@ -237,7 +246,7 @@ class BlockCache:
         for branch, token_id in zip(branches, step.token_ids, strict=False):
             branch.token_ids.append(token_id)
             if step.depth == 0:
-                self.reuse(branch, 1)
+                self.reuse(branch, 1, known_hashes)
                 if not self.make_ready(branch, branch.length + step.max_depth - 1):
                     self.trim(trunk)
                     return None

@@ -51,6 +51,7 @@ from tests.unit.engine_vllm.fake_vllm import (
     FakeWorker,
     expected_logits,
     fake_core,
+    hashes,
 )
 
 GREEDY = TargetOptions("r", SamplingParams(temperature=0.0))
@@ -162,6 +163,27 @@ async def proposing_by(block_count: int) -> AsyncIterator[StandaloneProposer]:
     async with proposing(model, head=propose_where_logits_are, max_sequences=12) as proposer:
         yield proposer
         await settle(proposer._engine)
+
+
+async def test_branches_take_over_the_hashes_of_their_trunk() -> None:
+    """Each is of all tokens before its block, too: of a long text they would take milliseconds."""
+    counts: list[int] = []
+
+    def counted(request: Any) -> list[Any]:
+        found = hashes(request)
+        counts.append(len(found))
+        return found
+
+    core = fake_core(FakeWorker(), 400)
+    core.engine.request_block_hasher = counted
+    model = VllmModel(core, open_checkpoint(Path(DEMO_DRAFT)))
+    async with proposing(model, head=propose_where_logits_are, max_sequences=12) as proposer:
+        async for _ in drafted_rounds(proposer, AHEAD_GREEDY, tuple(range(40))):
+            pass
+        await settle(proposer._engine)
+    # All blocks of the text where a sequence begins or begins anew; some sixty branches hash what lies behind them.
+    assert len(counts) > 60
+    assert sum(count > 2 for count in counts) < 10
 
 
 @pytest.mark.parametrize("options", [AHEAD_GREEDY, STRICT, SUPPORT], ids=["greedy", "strict", "support"])

@@ -608,7 +608,7 @@ class CompletionReader:
                 return None
         return key
 
-    def _read_tagged_value(self, syntax: TaggedCalls, types: Collection[str]) -> Generator[None, str, bool]:
+    def _read_tagged_value(self, syntax: TaggedCalls, types: frozenset[str]) -> Generator[None, str, bool]:
         """Read a value into the last call's arguments, a string as it is written; False if the text ends first."""
         is_string = types == {"string"}
         written: list[str] = []
@@ -626,7 +626,7 @@ class CompletionReader:
                 self._release(write)
         self._held.clear()
         if not is_string:
-            self._argue(json_of("".join(written), frozenset(types)))
+            self._argue(json_of("".join(written), types))
         elif is_whole:
             self._argue('"')
         return is_whole
@@ -671,7 +671,8 @@ class CompletionReader:
             start = f"{before}{quoted(key)}: "
             begun = name if before == "{" else ""
             if not has_value or not (yield from self._read_python_value(begun, start)):
-                self._argue("" if before == "{" else "}")
+                if before != "{" and self._held:  # the text did not end inside of a string
+                    self._argue("}")
                 return False
             before = ", "
             yield from self._read_space()

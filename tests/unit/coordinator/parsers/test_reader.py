@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import re
@@ -113,6 +114,8 @@ TEXTS: list[tuple[Any, str, str, list[tuple[str, str]]]] = [
     ("pythonic", "[f(a=1, b=some)] or so", ", b=some)] or so", [("f", '{"a": 1}')]),
     ("pythonic", "[f(a=1)", "", [("f", '{"a": 1}')]),
     ("pythonic", "[f(a='Os", "", [("f", '{"a": "Os')]),
+    ("pythonic", "[f(a=1, b='Os", "", [("f", '{"a": 1, "b": "Os')]),
+    ("pythonic", "[f(a=1, b=", ", b=", [("f", '{"a": 1}')]),
     ("pythonic", "[f(x)]", "[f(x)]", []),
     ("pythonic", "[f() is called", "[f() is called", []),
     ("pythonic", "[here](https://a.example)", "[here](https://a.example)", []),
@@ -475,13 +478,15 @@ def _count_steps(work: Callable[[], object]) -> int:
     def count(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal steps
         if frame.f_code.co_filename != CompletionReader.read.__code__.co_filename:
-            return None  # such as callbacks of garbage collection
+            return None
         steps += 1
         return count
 
+    gc.disable()  # it would end the generators of earlier readers
     sys.settrace(count)
     try:
         work()
     finally:
         sys.settrace(None)
+        gc.enable()
     return steps

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from tandem.acceptance.strategies import COMBINATION_RULES
 from tandem.config.names import LLAMA_CPP_NAMES, REFUSED_METHODS, REFUSED_OPTIONS, SGLANG_NAMES
 from tandem.config.options import ALIASES, allowed_range
-from tandem.config.rule import Rule, spelled
+from tandem.config.rule import Rule, spell
 from tandem.config.settings import ModelServerSettings, ServerSettings
 from tandem.config.speculative import (
     AcceptanceOptions,
@@ -126,7 +126,7 @@ def _options() -> Iterator[str]:
 
 def _option(name: str, field: FieldInfo) -> Sequence[str]:
     meaning = " ".join((field.description or "").split()).removesuffix(" Tandem's own.")
-    default = "" if field.default in (None, "") else f"`{spelled(field.default)}`"
+    default = "" if field.default in (None, "") else f"`{spell(field.default)}`"
     if field.is_required():
         default = "required"
     kind = ", ".join(filter(None, (_type(field.annotation), allowed_range(field))))

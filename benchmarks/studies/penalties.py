@@ -19,7 +19,7 @@ from tandem.clients.admin_client import AdminClient
 from tandem.clients.client import DEFAULT_ADDRESS, Client
 from tandem.config.settings import load_settings
 from tandem.model.types import ChatMessage
-from tandem_coordinator.stats.speculation import acceptance_rate, summed, tokens_per_pass
+from tandem_coordinator.stats.speculation import acceptance_rate, sum_stats, tokens_per_pass
 from tandem_load.common import Positive, StudySettings, one_sentence, print_row
 
 PENALTIES: Sequence[dict[str, float]] = (
@@ -91,7 +91,7 @@ async def _measure(client: Client, prompts: Sequence[Any], settings: PenaltySett
                 (await client.complete(prompt, seed=number, **(asked | penalty))).speculation
                 for number, prompt in enumerate(prompts)
             ]
-            total = summed(found)
+            total = sum_stats(found)
             words = ", ".join(f"{name} {value:g}" for name, value in penalty.items()) or "none"
             rate = f"{acceptance_rate(total):.1%}"
             print_row(f"{temperature:g}", words, total.drafted, rate, f"{tokens_per_pass(total):.2f}")

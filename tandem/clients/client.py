@@ -263,7 +263,7 @@ def as_message(request: GenerationRequest) -> generation_pb2.GenerateRequest:
         raise InvalidRequestError(f"the request cannot be sent: {error}") from None
 
 
-def joined(chunks: Sequence[Chunk]) -> Completed:
+def join_chunks(chunks: Sequence[Chunk]) -> Completed:
     """All pieces of a completion as one."""
     whole = Chunk.joined(chunks)
     assert whole.summary is not None
@@ -346,7 +346,7 @@ class Client(CoordinatorClient):
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[Options]
     ) -> Completed:
         """A whole completion; arguments and errors are those of `generate`."""
-        return joined(
+        return join_chunks(
             [chunk async for chunk in self.generate(prompt, timeout_seconds=timeout_seconds, **options)]
         )
 

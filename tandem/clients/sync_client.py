@@ -26,7 +26,7 @@ from tandem.clients.client import (
     Tries,
     as_request,
     coordinator_errors,
-    joined,
+    join_chunks,
 )
 from tandem.errors import ServiceUnavailableError, TandemError
 from tandem.model.types import ChatMessage, Chunk
@@ -84,7 +84,7 @@ class SyncClient:
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[Options]
     ) -> Completed:
         """As `tandem.clients.client.Client.complete`."""
-        return joined([*self.generate(prompt, timeout_seconds=timeout_seconds, **options)])
+        return join_chunks([*self.generate(prompt, timeout_seconds=timeout_seconds, **options)])
 
     def chat_prompt(
         self, messages: Sequence[ChatMessage], *, timeout_seconds: float | None = None

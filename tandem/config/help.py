@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from tandem.config.options import SHORT_HELP
-from tandem.config.rule import spelled
+from tandem.config.rule import spell
 
 GROUPS = {
     "ModelServerSettings": "Model",
@@ -123,7 +123,7 @@ def _note(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     default = field.get_default(call_default_factory=True)
-    return "" if default in (None, "", ()) else f"default: {spelled(default)}"
+    return "" if default in (None, "", ()) else f"default: {spell(default)}"
 
 
 def _escape(text: str) -> str:

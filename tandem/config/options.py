@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from tandem.config import names
-from tandem.config.rule import Rules, broken, spelled
+from tandem.config.rule import Rules, broken, spell
 from tandem.errors import ConfigurationError
 
 ENVIRONMENT_PREFIX = "TANDEM_"
@@ -172,7 +172,7 @@ def _describe(cls: type[Options], detail: ErrorDetails) -> str:
         return f"{name} is {value!r}; {detail['ctx']['error']}"
     must = detail["ctx"]["expected"] if kind in ("literal_error", "enum") else allowed_range(field)
     reason = f"; it must be {must}" if must else f": {detail['msg'][0].lower()}{detail['msg'][1:]}"
-    return f"{name} is {spelled(value)}{reason}"
+    return f"{name} is {spell(value)}{reason}"
 
 
 def _names_like(cls: type[Options], given: str) -> dict[str, str]:

@@ -69,7 +69,7 @@ def within(
     def check(subject: SubjectT) -> Iterator[str]:
         value = getattr(of(subject), option)
         if value is not None and not low <= value <= high:
-            yield f"{option} is {spelled(value)}; it must be {words}"
+            yield f"{option} is {spell(value)}; it must be {words}"
 
     return _rule(option, f"`{option}` is {words}.", check)
 
@@ -91,13 +91,13 @@ def always(option: str, needed: object, why: str) -> Rule[Any]:
     def check(subject: object) -> Iterator[str]:
         value = getattr(subject, option)
         if value != needed:
-            yield f"{option} is {spelled(value)}; it must be {spelled(needed)}: {why}"
+            yield f"{option} is {spell(value)}; it must be {spell(needed)}: {why}"
 
-    return _rule(option, f"`{option}` is {spelled(needed)}: {why}.", check)
+    return _rule(option, f"`{option}` is {spell(needed)}: {why}.", check)
 
 
-def spelled(value: object) -> str:
+def spell(value: object) -> str:
     """A value as a configuration file spells it, with all its digits."""
     if isinstance(value, tuple):
-        return ",".join(map(spelled, value))
+        return ",".join(map(spell, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

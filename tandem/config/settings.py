@@ -18,7 +18,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from tandem.config.names import Device
 from tandem.config.options import SHORT_HELP, Options, sentences
 from tandem.config.origin import Origin
-from tandem.config.rule import Rules, rule, spelled
+from tandem.config.rule import Rules, rule, spell
 from tandem.config.sources import CommandLine, ConfigFile, Environment, Inferred
 from tandem.config.speculative import ModelOptions
 from tandem.errors import ConfigurationError
@@ -129,7 +129,7 @@ def _vllm_options(settings: ModelServerSettings) -> Iterator[str]:
         if field is None or (value := getattr(settings, name)) in (field.default, 1):
             continue
         yield (
-            f"{name} is {spelled(value)}, which the engine tandem does not have; leave it out, or set engine to vllm "
+            f"{name} is {spell(value)}, which the engine tandem does not have; leave it out, or set engine to vllm "
             f"(engine is {settings.engine})"
         )
 

@@ -60,7 +60,8 @@ class _Occurrences:
         self._replaced = array("i")
 
     def learn(self, tokens: array[int]) -> Iterator[None]:
-        size, ends = self._size, self._ends
+        size = self._size
+        ends = self._ends
         for end in range(size + len(self._replaced), len(tokens)):
             key = tokens[end - size : end].tobytes()
             known = ends.get(key, _NONE)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.engine.core.jobs import Continue, Done, Failed, Job, non_finite
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
-from tandem.engine.rows import TORCH_SAMPLER, Sampler, masked, penalized
+from tandem.engine.rows import TORCH_SAMPLER, Sampler, apply_masks, apply_penalties
 from tandem.errors import InvalidRequestError
 from tandem.model.grammar import GrammarState, MaskArray
 from tandem.model.sampling.noise import Purpose, stream_key
@@ -115,7 +115,7 @@ class Drafting:
         logits = np.array(self.token_logits, dtype=np.float32) if self.options.with_token_logits else None
         return Done(Proposal(self.base_length, tuple(self.token_ids), tuple(self.distributions), logits))
 
-    def truncated(self, candidate_count: int) -> SamplingParams:
+    def truncate_sampling(self, candidate_count: int) -> SamplingParams:
         """The request's sampling parameters with the draft's own limit, for so many tokens.
 
         A top-k that keeps all of them is left out.
@@ -131,7 +131,7 @@ def propose_head(
     ready: Sequence[Job[Drafting]], logits: Tensor, sampler: Sampler = TORCH_SAMPLER
 ) -> list[Outcome]:
     """Head of the draft's engine: each row of logits becomes one more token of a proposal."""
-    return extended(_with_tokens(ready), logits, sampler)
+    return extend_drafts(_with_tokens(ready), logits, sampler)
 
 
 def propose_where_logits_are(ready: Sequence[Job[Drafting]], logits: Any) -> list[Outcome]:
@@ -162,10 +162,10 @@ def _with_tokens(ready: Sequence[Job[Drafting]]) -> list[Drafting]:
 
 def _extend_copies(draftings: Sequence[Drafting], logits: Tensor) -> tuple[list[Outcome], Sequence[Drafting]]:
     """Outcomes and the proposals themselves, which may be copies: the worker may be in another process."""
-    return extended(draftings, logits), draftings
+    return extend_drafts(draftings, logits), draftings
 
 
-def extended(
+def extend_drafts(
     draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler = TORCH_SAMPLER
 ) -> list[Outcome]:
     """Draw one more token for each proposal, from logits [len(draftings), vocabulary_size]."""
@@ -176,7 +176,9 @@ def extended(
     if len(vocabularies) > 1:
         found: dict[int, Outcome] = {}
         for own in vocabularies.values():
-            found.update(zip(own, extended([draftings[i] for i in own], logits[own], sampler), strict=True))
+            found.update(
+                zip(own, extend_drafts([draftings[i] for i in own], logits[own], sampler), strict=True)
+            )
         return [found[i] for i in range(len(draftings))]
     shared = draftings[0].shared
     logits = known_to_target(logits, draftings[0].options.vocabulary_size)
@@ -216,16 +218,16 @@ def _apply_penalties(draftings: Sequence[Drafting], logits: Tensor) -> Tensor:
         drafting = draftings[i]
         tokens = [*(drafting.context or ()), *drafting.token_ids]
         options = drafting.options
-        rows.append(penalized(logits[i : i + 1], tokens, options.prompt_length, options.sampling))
+        rows.append(apply_penalties(logits[i : i + 1], tokens, options.prompt_length, options.sampling))
     at = torch.tensor(own, device=logits.device)
     return logits.float().index_copy(0, at, torch.cat(rows))
 
 
 def masked_tokens(logits: Tensor, masks: MaskArray, shared: SharedTokens | None) -> Tensor:
-    """`masked`, where the columns may be the shared tokens; masks are by the target's ids."""
+    """`apply_masks`, where the columns may be the shared tokens; masks are by the target's ids."""
     if shared is None:
-        return masked(logits, masks)
-    forbidden = masked(torch.zeros(len(logits), 32 * masks.shape[1], device=logits.device), masks)
+        return apply_masks(logits, masks)
+    forbidden = apply_masks(torch.zeros(len(logits), 32 * masks.shape[1], device=logits.device), masks)
     return logits.float() + forbidden.index_select(-1, shared.target_ids)
 
 
@@ -296,7 +298,7 @@ def _draw_sparse(
     """
     width = min(max(drafting.options.draft_top_k for drafting in draftings), logits.shape[-1])
     top_logits, columns = sampler.topk(logits, width)
-    probs = sampler.probabilities(top_logits, [drafting.truncated(width) for drafting in draftings])
+    probs = sampler.probabilities(top_logits, [drafting.truncate_sampling(width) for drafting in draftings])
     # The distribution travels in binary32, so the token must be drawn from binary32 probabilities.
     probs = _of_mass(probs.float().double(), [drafting.options.draft_support_mass for drafting in draftings])
     token_ids = columns if all_ids is None else all_ids[columns]

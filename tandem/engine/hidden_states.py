@@ -250,7 +250,7 @@ class HeadModel(nn.Module):
         rows = hidden if isinstance(logits_to_keep, int) else hidden[logits_to_keep]
         return SimpleNamespace(logits=self.finished(segments, head.own_logits(rows), fed_back)[None])
 
-    def computed(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
+    def compute(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
         """Computes a pass and nothing else, so that it can be traced: logits of what the head can say, [1, tokens,
         width], and the states of a proposal's next pass, [tokens, state_size]; `finished` takes both."""
         hidden, fed_back = self.head.advanced(token_ids, positions, states, step)

@@ -172,7 +172,7 @@ def _forbidden_places(
     return np.array(places, dtype=np.int64).reshape(-1, 2).T
 
 
-def masked(logits: Tensor, masks: MaskArray) -> Tensor:
+def apply_masks(logits: Tensor, masks: MaskArray) -> Tensor:
     """A float32 copy of the logits with -inf for the ids that a grammar forbids; see `forbid`."""
     return forbid(logits.to(torch.float32, copy=True), masks)
 
@@ -203,7 +203,7 @@ def _masks_of_rows(requests: Sequence[RowRequest]) -> MaskArray | None:
     )
 
 
-def penalized(
+def apply_penalties(
     logits: Tensor, token_ids: Sequence[int], prompt_length: int, sampling: SamplingParams
 ) -> Tensor:
     """The logits of one sequence's rows, float32 [R, V], with penalties on tokens that occurred before.
@@ -521,5 +521,5 @@ def _process(request: RowRequest, block: Tensor) -> Tensor:
             block, options.adjustments, options.prompt_length, request.base_length, request.token_ids
         )
     if options.sampling.penalizes:
-        block = penalized(block, request.token_ids, options.prompt_length, options.sampling)
+        block = apply_penalties(block, request.token_ids, options.prompt_length, options.sampling)
     return block

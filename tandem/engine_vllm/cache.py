@@ -252,7 +252,7 @@ class BlockCache:
                     return None
         return branches or None
 
-    def computed(self, sequence: Sequence) -> None:
+    def after_step(self, sequence: Sequence) -> None:
         """See `SequenceCache`: only the next step shows what of this one is certain."""
 
     def release(self, sequence: Sequence) -> None:

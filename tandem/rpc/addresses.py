@@ -30,7 +30,7 @@ class Address:
     """-1 for such a form."""
 
     def __str__(self) -> str:
-        return self.host if self.port < 0 else joined(self.host, self.port)
+        return self.host if self.port < 0 else join_address(self.host, self.port)
 
     @property
     def is_name(self) -> bool:
@@ -44,7 +44,7 @@ class Address:
         return False
 
 
-def joined(host: str, port: int) -> str:
+def join_address(host: str, port: int) -> str:
     """host:port, with brackets where an IPv6 address needs them. A Unix socket has no port."""
     if host.startswith(UNIX):
         return host

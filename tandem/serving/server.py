@@ -25,7 +25,7 @@ from grpc_reflection.v1alpha import reflection
 
 from tandem.config.settings import ServerSettings, load_settings
 from tandem.errors import ConfigurationError, ModelFolderError, TandemError
-from tandem.rpc.addresses import UNIX, joined
+from tandem.rpc.addresses import UNIX, join_address
 from tandem.rpc.channels import read_all_wake_ups
 from tandem.serving.interceptors import (
     AnonymousCallLimiter,
@@ -264,12 +264,12 @@ async def _register(server: grpc.aio.Server, service: Service, readiness: Readin
 
 
 def _bind(server: grpc.aio.Server, settings: ServerSettings) -> str:
-    host, address = settings.host, joined(settings.host, settings.port)
+    host, address = settings.host, join_address(settings.host, settings.port)
     _check_free(host, settings.port)
     if settings.tls_cert_file is None or settings.tls_key_file is None:
-        return joined(host, server.add_insecure_port(address))
+        return join_address(host, server.add_insecure_port(address))
     files = settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file
-    return joined(host, server.add_secure_port(address, server_credentials(*files)))
+    return join_address(host, server.add_secure_port(address, server_credentials(*files)))
 
 
 def _check_free(host: str, port: int) -> None:

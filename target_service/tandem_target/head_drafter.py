@@ -19,7 +19,7 @@ from itertools import accumulate
 from torch import Tensor
 
 from tandem.acceptance.strategies import GREEDY, STRICT
-from tandem.drafting.proposal import Drafting, Outcome, extended
+from tandem.drafting.proposal import Drafting, Outcome, extend_drafts
 from tandem.drafting.repeats import Odds, Repeats
 from tandem.drafting.tokens import TokenState
 from tandem.engine.core.inline import InlineEngine
@@ -261,7 +261,7 @@ def extend_by_passes(
             break
         at = [rows[i][number] for i in unfinished]
         own = logits if len(at) == len(logits) else logits[at]
-        drawn = extended([ready[i].payload for i in unfinished], own, sampler)
+        drawn = extend_drafts([ready[i].payload for i in unfinished], own, sampler)
         for i, outcome in zip(unfinished, drawn, strict=True):
             outcomes[i] = outcome
     return [

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from tandem.clients.client import Client, Completed, joined
+from tandem.clients.client import Client, Completed, join_chunks
 from tandem.model.types import GenerationRequest
 
 AT_ONCE = 16
@@ -23,7 +23,7 @@ async def complete(
         if begun is not None and any(chunk.drafted):
             begun.set()
     assert all(chunk.summary is None for chunk in chunks[:-1])
-    completed = joined(chunks)
+    completed = join_chunks(chunks)
     assert completed.summary.completion_tokens == len(completed.token_ids)
     return completed
 

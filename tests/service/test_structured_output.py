@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from tandem.clients.client import Completed
 from tandem.engine.models.loading import LoadedModel
-from tandem.engine.rows import masked
+from tandem.engine.rows import apply_masks
 from tandem.errors import InvalidRequestError, TandemError
 from tandem.model.grammar import Grammars, known_tokens
 from tandem.model.types import (
@@ -225,7 +225,7 @@ async def test_texts_have_the_masked_targets_distribution(
             continue
         with torch.inference_mode():
             logits = reference(torch.tensor([[*prompt, *tokens]])).logits[:, -1]
-        probs = masked(logits, state.masks(tokens, ()))[0].double().softmax(-1)
+        probs = apply_masks(logits, state.masks(tokens, ()))[0].double().softmax(-1)
         growing |= {(*tokens, int(i)): mass * float(probs[i]) for i in probs.nonzero().flatten()}
     async with pair() as (client, _):
         request = replace(REQUEST, prompt=prompt, grammar=grammar, rejection_sampling_strategy=rule)

@@ -25,7 +25,7 @@ from typer.models import ArgumentInfo, OptionInfo
 
 from tandem.config.help import kind
 from tandem.config.options import Options, allowed_range, flag, sentences, unknown_option
-from tandem.config.rule import spelled
+from tandem.config.rule import spell
 from tandem.errors import ConfigurationError
 from tandem_coordinator.admin.plain import plain
 from tandem_coordinator.cli.main import CommandGroup
@@ -126,7 +126,7 @@ def _help_of(cls: type[VerbOptions], name: str, field: FieldInfo) -> str:
     notes = [f"env var: {cls.variable(name)}"] if cls.has_variable(name) else []
     default = field.get_default(call_default_factory=True)
     if default not in (None, "", ()) and default is not False:
-        notes.append(f"default: {spelled(default)}")
+        notes.append(f"default: {spell(default)}")
     if allowed := allowed_range(field):
         notes.append(allowed)
     if not notes:

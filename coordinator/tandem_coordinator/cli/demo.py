@@ -32,7 +32,7 @@ from tandem_coordinator.cli.generate import Record
 from tandem_coordinator.cli.main import app
 from tandem_coordinator.cli.serve import SERVICES
 from tandem_coordinator.cli.up import SMOLLM2_METHOD, as_words, card_sampling, typed_program
-from tandem_coordinator.stats.speculation import acceptance_rate, summed, tokens_per_pass
+from tandem_coordinator.stats.speculation import acceptance_rate, sum_stats, tokens_per_pass
 
 HEARTBEAT_SECONDS = 2.5
 """A quiet phase says after so long what it waits for."""
@@ -463,7 +463,7 @@ def _speed(records: Sequence[Record]) -> float:
 def _figures(records: Sequence[Record]) -> Iterator[str]:
     """Tokens a second, acceptance and tokens a pass."""
     yield f"{_speed(records):.1f}"
-    stats = summed(record.summary.speculation for record in records)
+    stats = sum_stats(record.summary.speculation for record in records)
     if not stats.drafted:
         yield from ("", "")
         return

@@ -36,7 +36,7 @@ from tandem_coordinator.stats.speculation import (
     acceptance_rate,
     describe,
     describe_sampling,
-    summed,
+    sum_stats,
     tokens_per_pass,
 )
 
@@ -142,7 +142,7 @@ def closing_line(records: Sequence[Record], request: GenerationRequest) -> str:
     """Speed of finished completions and the gain of drafting, or the reason why the draft did not work; and how they
     were sampled where the request does not say it."""
     summaries = [record.summary for record in records]
-    stats = summed(summary.speculation for summary in summaries)
+    stats = sum_stats(summary.speculation for summary in summaries)
     state = next(filter(None, (summary.speculation_state for summary in reversed(summaries))), None)
     tokens = sum(len(record.whole.token_ids) for record in records)
     seconds = sum(record.total_seconds for record in records)

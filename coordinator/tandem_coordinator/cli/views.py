@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.config.origin import Origin
-from tandem.config.rule import spelled
+from tandem.config.rule import spell
 from tandem.model.admin import ConfigOption, CoordinatorState, Load, RequestReport, Stats, Status, Throughput
 from tandem.model.replica import ReplicaSnapshot, ReplicaState
 from tandem.model.speculation_state import SpeculationDecision, SpeculationState
@@ -32,7 +32,7 @@ _BAR_WIDTH = 22
 """Two bars and their numbers fit 80 columns."""
 
 
-def grouped(count: int, noun: str) -> str:
+def count_of(count: int, noun: str) -> str:
     """1 token, 1,024 tokens."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
@@ -143,8 +143,8 @@ def replica_view(replica: ReplicaSnapshot) -> RenderableType:
         "round trip": milliseconds(replica.round_trip_seconds),
         "step": milliseconds(replica.step_seconds),
         "rounds": f"{stats.rounds:,}",
-        "proposed": grouped(stats.drafted, "token"),
-        "accepted": f"{grouped(stats.accepted, 'token')} ({percent(speculation.acceptance_rate(stats))})",
+        "proposed": count_of(stats.drafted, "token"),
+        "accepted": f"{count_of(stats.accepted, 'token')} ({percent(speculation.acceptance_rate(stats))})",
         "acceptance length": f"{speculation.acceptance_length(stats):.2f}",
         **_ahead(stats),
     }
@@ -153,7 +153,7 @@ def replica_view(replica: ReplicaSnapshot) -> RenderableType:
             "model": model.name or NOTHING,
             "architecture": model.architecture,
             "parameters": f"{model.parameter_count:,}",
-            "vocabulary": grouped(model.vocabulary_size, "token"),
+            "vocabulary": count_of(model.vocabulary_size, "token"),
             "tokenizer": model.tokenizer_hash[:12] or NOTHING,
             **({} if replica.coverage is None else {"mapping": str(replica.coverage)}),
             "max_length": f"{model.max_length:,}",
@@ -188,10 +188,10 @@ def request_view(report: RequestReport) -> RenderableType:
         {
             "id": report.request_id,
             "age": duration(report.age_seconds),
-            "prompt": grouped(report.prompt_tokens, "token"),
-            "completion": f"{grouped(report.completion_tokens, 'token')}, {_speed(report)} tokens/s",
+            "prompt": count_of(report.prompt_tokens, "token"),
+            "completion": f"{count_of(report.completion_tokens, 'token')}, {_speed(report)} tokens/s",
             "rule": report.rule,
-            "K": f"{grouped(report.num_speculative_tokens, 'token')} proposed per round",
+            "K": f"{count_of(report.num_speculative_tokens, 'token')} proposed per round",
             "target": report.target_address or NOTHING,
             "draft": report.draft_address or NOTHING,
             "speculation": _speculation(report.speculation_state),
@@ -203,14 +203,14 @@ def request_view(report: RequestReport) -> RenderableType:
 
 def stats_view(stats: Stats, before: Stats | None = None) -> RenderableType:
     """Statistics since the start; with an earlier look, also what happened between the two."""
-    rounds = grouped(stats.speculation.rounds, "round")
+    rounds = count_of(stats.speculation.rounds, "round")
     recent = None if before is None else speculation.since(stats.speculation, before.speculation)
     facts = {
         "up": duration(stats.uptime_seconds),
         "load": _load(stats.load),
         "requests": ", ".join(f"{count:,} {end}" for end, count in asdict(stats.outcomes).items()),
         "throughput": _throughput(stats.throughput),
-        "completed": f"{grouped(stats.completion_tokens, 'token')} in {rounds}",
+        "completed": f"{count_of(stats.completion_tokens, 'token')} in {rounds}",
         "speculation": _speculation(stats.speculation_state),
         "acceptance": _acceptance(stats.speculation),
         **_ahead(stats.speculation),
@@ -238,7 +238,7 @@ def options_view(shown: Sequence[ConfigOption]) -> RenderableType:
         origin = option.origin.value
         if option.origin is Origin.LIVE and option.changed_at is not None:
             origin = f"live at {option.changed_at:%H:%M:%S} by {option.changed_by}"
-        table.add_row(option.name, "" if value is None else spelled(value), origin)
+        table.add_row(option.name, "" if value is None else spell(value), origin)
     return table
 
 
@@ -282,7 +282,7 @@ def _rule_table(by_rule: Mapping[str, SpeculationStats]) -> Table:
 def _speculation(state: SpeculationState, rule: str = "") -> str:
     if not state.is_on:
         return f"off: {state.explanation}"
-    words = f"on, {grouped(state.num_speculative_tokens, 'token')} proposed per round{rule}"
+    words = f"on, {count_of(state.num_speculative_tokens, 'token')} proposed per round{rule}"
     return f"{words}; {state.explanation}" if state.explanation else words
 
 
@@ -309,7 +309,7 @@ def _acceptance(stats: SpeculationStats) -> str:
     if not stats.drafted:
         return "nothing proposed yet"
     return (
-        f"{percent(speculation.acceptance_rate(stats))} of {grouped(stats.drafted, 'proposed token')}, "
+        f"{percent(speculation.acceptance_rate(stats))} of {count_of(stats.drafted, 'proposed token')}, "
         f"acceptance length {speculation.acceptance_length(stats):.2f}"
     )
 
@@ -318,9 +318,9 @@ def _ahead(stats: SpeculationStats) -> dict[str, str]:
     ahead, lead, facts = stats.ahead, stats.lead, {}
     if lead.rounds:
         wasted = percent(lead.wasted, stats.rounds + lead.wasted)
-        facts["run ahead"] = f"{grouped(lead.rounds, 'round')} begun early; {wasted} of all rounds wasted"
+        facts["run ahead"] = f"{count_of(lead.rounds, 'round')} begun early; {wasted} of all rounds wasted"
     if ahead.awaited:
-        hits = f"{percent(hit_rate(ahead))} of {grouped(ahead.awaited, 'round')}"
+        hits = f"{percent(hit_rate(ahead))} of {count_of(ahead.awaited, 'round')}"
         facts["drafted ahead"] = f"{hits}, {ahead.saved_seconds:,.2f} s of waiting saved"
     return facts
 

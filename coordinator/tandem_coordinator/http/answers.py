@@ -27,7 +27,7 @@ from tandem_coordinator.http.bodies import HeldBytes, Share
 from tandem_coordinator.http.errors import error_object, known
 from tandem_coordinator.http.schema import ChatBody, Sampled
 from tandem_coordinator.parsers.reader import CompletionReader, Said
-from tandem_coordinator.stats.speculation import describe, describe_as_vllm, describe_sampling, summed
+from tandem_coordinator.stats.speculation import describe, describe_as_vllm, describe_sampling, sum_stats
 
 PART_BYTES = 32 << 10
 """Large answers are sent in parts of this size: rendering and sending one holds the event loop for less than 1 ms."""
@@ -173,7 +173,7 @@ class Answer(ABC):
     def account(self) -> dict[str, Any]:
         """Tokens of the completions, and their speculation statistics."""
         summaries = [choice.summary for choice in self.choices if choice.summary is not None]
-        total = summed(each.speculation for each in summaries)
+        total = sum_stats(each.speculation for each in summaries)
         # All of them have the same model and draft.
         state = summaries[-1].speculation_state if summaries else None
         of_prompts = summaries[:: self._per_prompt]  # one of each

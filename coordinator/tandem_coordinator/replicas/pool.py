@@ -26,7 +26,7 @@ from tandem.errors import (
 )
 from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.model.types import Coverage, ModelInfo, SpeculationStats
-from tandem.rpc.addresses import Address, Resolver, joined, resolve
+from tandem.rpc.addresses import Address, Resolver, join_address, resolve
 from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, SERVICE_OPTIONS, open_channel
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem.telemetry.logs import escape, log_fault
@@ -509,7 +509,7 @@ class Pool(Generic[ClientT]):
                 self._unresolved[address] = f"its name cannot be resolved: {error.strerror or error}"
             return kept
         self._unresolved.pop(address, None)
-        return [joined(host, address.port) for host in hosts]
+        return [join_address(host, address.port) for host in hosts]
 
 
 # ---- what drafts have read

@@ -10,7 +10,7 @@ from typing import Any
 from tandem.acceptance.strategies import SYNTHETIC, checked_strategy, for_draft
 from tandem.config import SpeculativeConfig
 from tandem.config.names import OWN_METHODS, canonical_name
-from tandem.config.rule import Rule, broken, refuse, rule, spelled, within
+from tandem.config.rule import Rule, broken, refuse, rule, spell, within
 from tandem.errors import plural
 from tandem.model.sampling.ranges import request_sampling_rules
 from tandem.model.types import MAX_LOGIT_BIAS, GenerationRequest, LogitAdjustments, ModelInfo
@@ -223,7 +223,7 @@ def _logit_bias(subject: TokenizedRequest) -> Iterator[str]:
     biases = subject.request.logit_bias
     yield from outside_vocabulary("logit_bias is for", biases, subject.target)
     wrong = [
-        f"{spelled(bias)} for token id {token_id}"
+        f"{spell(bias)} for token id {token_id}"
         for token_id, bias in biases.items()
         if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS
     ]
@@ -346,7 +346,7 @@ def _penalties_without_draft_model(subject: TokenizedRequest) -> Iterator[str]:
     if subject.draft_model_penalties != "refuse":
         return
     for name in penalties_of(subject.request):
-        value = spelled(getattr(subject.request, name))
+        value = spell(getattr(subject.request, name))
         yield (
             f"{name} is {value}; with a separate draft model it must be {PENALTIES[name]:g}: use a draft service "
             "with speculative_method ngram or suffix, turn speculation off for this request, or start the "

@@ -58,18 +58,21 @@ class LiveConfig:
         Values are spelled as on the command line; null or nothing unsets an option. Options to reset return to the
         value at the coordinator's start.
         """
-        values = {spelled(name): value for name, value in sorted(values.items())}
-        reset = [spelled(name) for name in reset]
+        values = {spell_name(name): value for name, value in sorted(values.items())}
+        reset = [spell_name(name) for name in reset]
         refuse(_problems([*values, *reset]))
         now = datetime.now(UTC)
         changes = {name: change for name, change in self._changes.items() if name not in reset}
         for name, text in values.items():
             value = None if text.strip().lower() in ("", "null", "none") else text.strip()
             changes[name] = ConfigOption(name, value, Origin.LIVE, True, by, now)
-        before, self.current, self._changes = self.current, self._validate(changes), changes
+        before = self.current
+        self.current = self._validate(changes)
+        self._changes = changes
         named = [name for name in LIVE_OPTIONS if name in values or name in reset]
         for name in named:
-            old, new = getattr(before, name), getattr(self.current, name)
+            new = getattr(self.current, name)
+            old = getattr(before, name)
             extra = {"option": name, "value": new, "before": old, "by": by}
             logger.info("configuration changed", extra=extra)
         current = self.current.model_dump(mode="json", include=set(named))
@@ -93,7 +96,7 @@ class LiveConfig:
         )
 
 
-def spelled(name: str) -> str:
+def spell_name(name: str) -> str:
     """An option's name as the documentation spells it."""
     name = name.replace("-", "_")
     return ALIASES.get(name, name)

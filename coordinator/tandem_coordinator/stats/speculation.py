@@ -99,14 +99,14 @@ def add(total: SpeculationStats, stats: SpeculationStats, times: int = 1) -> Non
 
 def since(stats: SpeculationStats, earlier: SpeculationStats) -> SpeculationStats:
     """Counts added since `earlier`."""
-    difference = summed([stats])
+    difference = sum_stats([stats])
     add(difference, earlier, -1)
     # Sums of floats differ in the last bit.
     difference.ahead.saved_seconds = max(difference.ahead.saved_seconds, 0.0)
     return difference
 
 
-def summed(parts: Iterable[SpeculationStats]) -> SpeculationStats:
+def sum_stats(parts: Iterable[SpeculationStats]) -> SpeculationStats:
     """All counts together, in statistics of their own."""
     total = SpeculationStats()
     for each in parts:
@@ -276,8 +276,8 @@ class StatsLog:
 
     def snapshot(self) -> tuple[SpeculationStats, dict[str, SpeculationStats]]:
         """Statistics since the start, in total and per rule, as they are now."""
-        by_rule = {rule: summed([tally.stats()]) for rule, tally in self._by_rule.items()}
-        return summed(by_rule.values()), by_rule
+        by_rule = {rule: sum_stats([tally.stats()]) for rule, tally in self._by_rule.items()}
+        return sum_stats(by_rule.values()), by_rule
 
     def round_counts(self) -> Counter[tuple[int, int]]:
         """Rounds since the start, by their proposed and their accepted tokens."""
@@ -292,7 +292,7 @@ class StatsLog:
         while self._intervals and self._clock() - self._intervals[0][0] >= 60.0:
             self._intervals.popleft()
         present = (tally.stats() for tally in self._by_pair.values())
-        return summed([*present, *(stats for _, stats in self._intervals)])
+        return sum_stats([*present, *(stats for _, stats in self._intervals)])
 
     def close(self) -> None:
         if self._timer is not None:
@@ -302,7 +302,7 @@ class StatsLog:
     def _end_interval(self) -> None:
         self._timer = None
         by_pair = {pair: tally.stats() for pair, tally in self._by_pair.items()}
-        total = summed(by_pair.values())
+        total = sum_stats(by_pair.values())
         self._by_pair.clear()
         self.last_minute()  # forgets older ones
         self._intervals.append((self._clock(), total))

@@ -136,7 +136,7 @@ def _speculation(state: State, counter: _Make) -> Iterator[Metric]:
     ):
         counts = {(rule,): count(stats) for rule, stats in rules.items()}
         yield counter(f"spec_decode_num_{name}", text, counts, "rule")
-    total = speculation.summed(state.by_rule.values())
+    total = speculation.sum_stats(state.by_rule.values())
     positions = [*total.positions[:_MAX_POSITIONS]]
     usual = min(state.num_speculative_tokens, _MAX_POSITIONS)
     positions += [PositionStats() for _ in range(usual - len(positions))]

@@ -39,8 +39,10 @@ def check_distribution(
 ) -> None:
     """Refuse a distribution that the token cannot have been drawn from."""
     # Supports are short: numpy takes longer to begin than Python's own functions to end.
-    support, probs = distribution.token_ids.tolist(), distribution.probs.tolist()
-    total, wrong = sum(probs), ""
+    support = distribution.token_ids.tolist()
+    probs = distribution.probs.tolist()
+    total = sum(probs)
+    wrong = ""
     if not sums_to_one(total) or min(probs) < 0.0:
         wrong = f"a sparse distribution sums to {total:g}; it must sum to 1, with nothing below 0"
     elif len(set(support)) != len(support):

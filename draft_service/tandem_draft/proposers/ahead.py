@@ -13,12 +13,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from tandem.drafting.proposal import Drafting, extended, known_to_target, lenient_masks, masked_tokens
+from tandem.drafting.proposal import Drafting, extend_drafts, known_to_target, lenient_masks, masked_tokens
 from tandem.engine.core.background import HeadStart
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Failed, StepRecord
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
-from tandem.engine.rows import Sampler, penalized
+from tandem.engine.rows import Sampler, apply_penalties
 from tandem.engine.steps import BranchStep
 from tandem.errors import TandemError
 from tandem.model.grammar import GrammarState
@@ -176,7 +176,7 @@ class BranchDrafting:
             logits = masked_tokens(logits, masks if trunk is None else masks[trunk.places], shared)
         if self.context is not None:
             options = drafter.options
-            logits = penalized(logits, self.context, options.prompt_length, options.sampling)
+            logits = apply_penalties(logits, self.context, options.prompt_length, options.sampling)
         ranking = rank(logits, self.proposed, self.base_length, drafter.options, drafter.sampler, trunk)
         if ranking is None:
             return None
@@ -241,14 +241,15 @@ class BranchDrafting:
         # It goes on for as long as the others do.
         first.token_count = self._lead_count + self._max_depth + 1
         first.token_ids += lead.token_ids[1:]
-        (outcome,) = extended([first], lead.logits[-1:], self.drafter.sampler)
+        (outcome,) = extend_drafts([first], lead.logits[-1:], self.drafter.sampler)
         return None if isinstance(outcome, Failed) or first.is_cut else first.token_ids[-1]
 
     def advance(self, logits: Tensor) -> BranchStep | None:
         if self._depth == self._token_count:
             return None  # the last tokens are read, which is all
         if any(
-            isinstance(outcome, Failed) for outcome in extended(self._branches, logits, self.drafter.sampler)
+            isinstance(outcome, Failed)
+            for outcome in extend_drafts(self._branches, logits, self.drafter.sampler)
         ):
             return None  # an explicit request for this proposal raises the error
         if any(branch.is_cut for branch in self._branches):

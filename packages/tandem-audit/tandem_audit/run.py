@@ -36,7 +36,7 @@ from tandem_audit.statistics import (
     Steps,
     TestResult,
     holm,
-    joined,
+    join_steps,
     permutation_p,
 )
 
@@ -342,10 +342,10 @@ async def _batches(
         async for _, completion in completions:
             batch.append(reader.steps(completion))
             if len(batch) == 16:
-                yield joined(batch)
+                yield join_steps(batch)
                 batch = []
     if batch:
-        yield joined(batch)
+        yield join_steps(batch)
 
 
 def _share(budget: Budget, share: float) -> int:

@@ -81,7 +81,7 @@ _NONE = np.zeros(0, np.int64)
 _NO_STEPS = Steps(np.zeros((0, 1), np.int64), np.zeros((0, 1)), _NONE, _NONE, _NONE, np.zeros(0, bool))
 
 
-def joined(parts: Sequence[Steps]) -> Steps:
+def join_steps(parts: Sequence[Steps]) -> Steps:
     """Several completions, with equally many candidates for each token, as one."""
     return Steps(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(Steps)))
 

@@ -17,7 +17,7 @@ from tandem_audit.statistics import (
     Evidence,
     Steps,
     holm,
-    joined,
+    join_steps,
     martingale_p,
     normal_p,
     permutation_p,
@@ -112,7 +112,7 @@ def test_a_completion_does_not_reach_into_the_next() -> None:
     generator = np.random.default_rng(4)
     parts = [made(generator), made(generator)]
     together, apart = Calibration(modulus=2), Calibration(modulus=2)
-    together.add(joined(parts))
+    together.add(join_steps(parts))
     names = [i for i, (_, base) in enumerate(together.names) if "bias" not in base and "usual" not in base]
     for each in parts:
         apart.add(each)

@@ -206,5 +206,5 @@ def trial_segments(arena: KvArena, vocabulary_size: int, lengths: SequenceOf[Len
             sequence = segment.sequence
             cache.make_ready(sequence, min(end, past + count))
             sequence.advance(min(end, past) - sequence.computed_length)
-            cache.computed(sequence)
+            cache.after_step(sequence)
     return segments

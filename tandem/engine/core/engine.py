@@ -529,7 +529,7 @@ class Engine(Generic[PayloadT, ResultT]):
         model_end = time.perf_counter()
         for job, segment in zip(jobs, segments, strict=True):
             job.sequence.advance(segment.token_count)
-            self._cache.computed(job.sequence)
+            self._cache.after_step(job.sequence)
             if job.row_count == 0 and job.sequence.pending_count == 0 and job.withheld is None:
                 self._settle(job, None)  # it wanted keys and values only
         outcomes = self._head(ready, logits) if ready else []

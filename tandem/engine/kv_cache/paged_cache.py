@@ -291,7 +291,7 @@ class PagedCache:
         self._share_blocks(sequence, end)
         self._copy_beginning(sequence, end)
 
-    def computed(self, sequence: Sequence) -> None:
+    def after_step(self, sequence: Sequence) -> None:
         if self._reuses_prefixes and not sequence.is_private:
             self._publish(sequence)
         if self._has_windows:

@@ -204,7 +204,7 @@ class SequenceCache(Protocol):
     def reuse(self, sequence: Sequence, row_count: int = 0) -> None:
         """Lets a sequence take over what others have computed of its uncomputed tokens but the last `row_count`."""
 
-    def computed(self, sequence: Sequence) -> None:
+    def after_step(self, sequence: Sequence) -> None:
         """Learns that a step of the sequence has ended."""
 
     def release(self, sequence: Sequence) -> None:

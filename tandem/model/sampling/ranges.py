@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from tandem.config.rule import Rule, SubjectT, itself, rule, spelled, within
+from tandem.config.rule import Rule, SubjectT, itself, rule, spell, within
 from tandem.model.types import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, MIN_TEMPERATURE
 
 _ABOVE_ZERO = math.nextafter(0.0, 1.0)
@@ -30,7 +30,7 @@ def _temperature(of: Callable[[SubjectT], object], words: str, minimum: float) -
     def temperature(subject: SubjectT) -> Iterator[str]:
         value = getattr(of(subject), "temperature")  # noqa: B009 - of any class
         if value is not None and value != 0.0 and not minimum <= value < math.inf:
-            yield f"temperature is {spelled(value)}; it must be {words}"
+            yield f"temperature is {spell(value)}; it must be {words}"
 
     return temperature
 

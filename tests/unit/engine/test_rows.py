@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from tandem.engine.interface import RowRequest
-from tandem.engine.rows import adjusted, masked, penalized
+from tandem.engine.rows import adjusted, apply_masks, apply_penalties
 from tandem.engine.rows import verifications as of_cpu
 from tandem.errors import InvalidRequestError
 from tandem.model.sampling.noise import recovery_keys, sample, target_keys
@@ -92,7 +92,7 @@ def request(
 @pytest.mark.parametrize("penalty", [1.3, 0.7])
 def test_repetition_agrees_with_transformers_at_each_position(penalty: float) -> None:
     logits = logits_of()
-    found = penalized(logits, TOKENS, PROMPT_LENGTH, SamplingParams(repetition_penalty=penalty))
+    found = apply_penalties(logits, TOKENS, PROMPT_LENGTH, SamplingParams(repetition_penalty=penalty))
     assert torch.equal(found, reference([RepetitionPenaltyLogitsProcessor(penalty)], logits))
 
 
@@ -100,7 +100,7 @@ def test_repetition_agrees_with_transformers_at_each_position(penalty: float) ->
 def test_frequency_and_presence_count_the_completion_alone(frequency: float, presence: float) -> None:
     logits = logits_of()
     sampling = SamplingParams(frequency_penalty=frequency, presence_penalty=presence)
-    found = penalized(logits, TOKENS, PROMPT_LENGTH, sampling)
+    found = apply_penalties(logits, TOKENS, PROMPT_LENGTH, sampling)
     for row, seen, changed in zip(logits.tolist(), CONTEXTS, found.tolist(), strict=True):
         counts = Counter(seen[PROMPT_LENGTH:])
         expected = [
@@ -112,18 +112,20 @@ def test_frequency_and_presence_count_the_completion_alone(frequency: float, pre
 
 def test_repetition_comes_before_the_others() -> None:
     both = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5)
-    first = penalized(logits_of(), TOKENS, PROMPT_LENGTH, SamplingParams(repetition_penalty=1.3))
-    second = penalized(first, TOKENS, PROMPT_LENGTH, SamplingParams(frequency_penalty=0.5))
-    assert torch.equal(penalized(logits_of(), TOKENS, PROMPT_LENGTH, both), second)
+    first = apply_penalties(logits_of(), TOKENS, PROMPT_LENGTH, SamplingParams(repetition_penalty=1.3))
+    second = apply_penalties(first, TOKENS, PROMPT_LENGTH, SamplingParams(frequency_penalty=0.5))
+    assert torch.equal(apply_penalties(logits_of(), TOKENS, PROMPT_LENGTH, both), second)
 
 
 def test_a_token_that_is_proposed_twice_counts_twice() -> None:
-    found = penalized(torch.zeros(3, VOCABULARY_SIZE), (0, 7, 7), 1, SamplingParams(frequency_penalty=1.0))
+    found = apply_penalties(
+        torch.zeros(3, VOCABULARY_SIZE), (0, 7, 7), 1, SamplingParams(frequency_penalty=1.0)
+    )
     assert found[:, 7].tolist() == [0.0, -1.0, -2.0]
 
 
 def test_rows_of_the_prompt_itself_are_not_held_to_what_follows_it() -> None:
-    assert not penalized(torch.zeros(2, 3), (0, 1, 2, 0), 4, SamplingParams(presence_penalty=1.0)).any()
+    assert not apply_penalties(torch.zeros(2, 3), (0, 1, 2, 0), 4, SamplingParams(presence_penalty=1.0)).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -321,7 +323,7 @@ def test_masks_leave_the_logits_as_they_are(dtype: torch.dtype) -> None:
     logits = LOGITS.to(dtype)
     before = logits.clone()
     rows = np.array([[0b101, 0], [-1, -1], [1 << 10, 0]], dtype=np.int32)
-    found = masked(logits, rows)
+    found = apply_masks(logits, rows)
     assert torch.equal(logits, before)
     assert found.dtype == torch.float32
     assert found.isfinite().sum(dim=1).tolist() == [2, SMALL_VOCABULARY, 1]

@@ -157,7 +157,8 @@ def main(options: argparse.Namespace) -> None:
         paths = (evidence.path for evidence, _ in runs)
         # Until the e-process crosses its level; all where it does not
         crossings = (next((tokens for tokens, value in each if value > LEVEL), each[-1][0]) for each in paths)
-        tokens, found = int(np.median(list(crossings))), _count_by_level([judged(*each) for each in runs])
+        tokens = int(np.median(list(crossings)))
+        found = _count_by_level([judged(*each) for each in runs])
         _write(f"{name}: found {found}; the e-process crosses at {tokens:,} tokens (median)\n")
 
     for fault in FAULTS if options.faults else ():

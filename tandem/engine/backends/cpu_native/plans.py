@@ -206,10 +206,10 @@ class Trace:
 
     def run(self, mode: _Pass, token_ids: Tensor, positions: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         """Runs the pass: from ids and positions, each [1, tokens], to logits [1, tokens, vocabulary]. A drafting head's
-        also reads states, and ends in those that it feeds back (`HeadModel.computed`)."""
+        also reads states, and ends in those that it feeds back (`HeadModel.compute`)."""
         with torch.no_grad(), _products_shown(), mode:
             if states:
-                logits, fed_back = self._module.computed(token_ids, positions, *states, step=_TracedStep())
+                logits, fed_back = self._module.compute(token_ids, positions, *states, step=_TracedStep())
                 return (logits,) if fed_back is None else (logits, fed_back)
             output = self._module(
                 input_ids=token_ids, position_ids=positions, logits_to_keep=0, use_cache=False,
@@ -483,7 +483,7 @@ class PlanCompiler(_Pass):  # type: ignore[no-untyped-call]
         joined: list[Any] = []
         for is_kernel, group in groupby(self.calls, lambda call: isinstance(call, KernelCall)):
             calls: list[Any] = list(group)
-            joined += [self._kernels.joined(calls)] if is_kernel else calls
+            joined += [self._kernels.join(calls)] if is_kernel else calls
         return joined
 
     def value(self, target: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:

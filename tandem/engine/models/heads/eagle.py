@@ -94,7 +94,7 @@ class EagleHead(LlamaHead):
         embedded = self.embedding_layernorm(self.embed_tokens(token_ids))
         joined = torch.cat((embedded, states[None]), dim=-1)
         residual = self.fc(joined)
-        state = self.layer.computed(residual, self.layer.input_layernorm(residual), positions, step)[0]
+        state = self.layer.compute(residual, self.layer.input_layernorm(residual), positions, step)[0]
         # The next step reads the state before this norm, as in the training of such heads.
         return self.pre_lm_head_layernorm(state), state
 
@@ -191,6 +191,6 @@ class Eagle3Head(LlamaHead):
         normed = layer.hidden_norm(states[None])
         inputs = torch.cat((layer.input_layernorm(self.embed_tokens(token_ids)), normed), dim=-1)
         residual = normed if self.norm_before_residual else states[None]
-        state: Tensor = layer.computed(residual, inputs, positions, step)[0]
+        state: Tensor = layer.compute(residual, inputs, positions, step)[0]
         output: Tensor = self.norm(state)
         return output, output if self.norm_output else state

@@ -283,7 +283,7 @@ class HeadLayer(LlamaDecoderLayer):
             setattr(attention, name, nn.Linear(input_size, width, bias=False))
         self.rotary_emb = LlamaRotaryEmbedding(layer)
 
-    def computed(self, residual: Tensor, inputs: Tensor, positions: Tensor, step: Any) -> Tensor:
+    def compute(self, residual: Tensor, inputs: Tensor, positions: Tensor, step: Any) -> Tensor:
         """[1, tokens, hidden_size] of a residual of that shape, inputs [1, tokens, input_size] and positions."""
         rotary = self.rotary_emb(inputs, positions)
         attended, _ = self.self_attn(inputs, rotary, **{STEP_ARGUMENT: step})

@@ -75,7 +75,7 @@ def compute(arena: KvArena, cache: PagedCache, sequence: Sequence, count: int) -
         keys = torch.tensor(keys_of(sequence.token_ids, index)[start:end])
         layer.keys[slots // 64, slots % 64, 0, 0] = keys
     sequence.advance(count)
-    cache.computed(sequence)
+    cache.after_step(sequence)
 
 
 def stored(arena: KvArena, sequence: Sequence, index: int = 0) -> list[float]:
@@ -229,7 +229,7 @@ def test_the_same_computed_twice_at_once_is_kept_once() -> None:
         assert cache.make_ready(sequence, 130)
     for sequence in both:
         sequence.advance(130)
-        cache.computed(sequence)
+        cache.after_step(sequence)
     first, second = (sequence.table.pages for sequence in both)
     assert first[:2] == second[:2]
     assert first[2] != second[2]
@@ -359,7 +359,7 @@ def test_a_hundred_chats_without_a_limit_run() -> None:
         assert len(ready) == len(chats)
         for chat in chats:
             chat.advance(50)
-            cache.computed(chat)
+            cache.after_step(chat)
     assert cache.preemption_count == 0
     assert cache.usage().used_tokens == 100 * 4000
     assert cache.usage().reserved_tokens == 100 * 4032
@@ -373,7 +373,7 @@ def test_nobody_takes_over_what_a_distrusted_sequence_computed_before_its_window
         sequence.apply(Delta(0, [5] * 600))
     assert cache.make_ready(first, 600)
     first.advance(600)
-    cache.computed(first)
+    cache.after_step(first)
     cache.reuse(second)
     assert second.computed_length == 600
     cache.release(second)
@@ -410,7 +410,7 @@ def test_a_long_request_takes_its_tokens_in_full_layers_and_its_windows_in_the_o
     while sequence.pending_count:
         assert cache.make_ready(sequence, sequence.computed_length + 2048), "the longest request fits alone"
         sequence.advance(2048)
-        cache.computed(sequence)
+        cache.after_step(sequence)
     page_bytes = bytes_of_page(layers, torch.bfloat16)
     held = page_bytes * sum(len(table.held_pages) for table in tables)
     (window,) = {layer.window for layer in layers} - {None}

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.acceptance.rounds import Noise, Round
-from tandem.engine.rows import masked, penalized
+from tandem.engine.rows import apply_masks, apply_penalties
 from tandem.model.grammar import GrammarState
 from tandem.model.types import (
     Acceptance,
@@ -177,7 +177,9 @@ def by_mask(table: torch.Tensor, state: GrammarState) -> Model:
     def probabilities(tokens: Tokens) -> list[float]:
         start = len(tokens) // 2  # wherever the proposal begins
         masks = state.masks(tokens[:start], tokens[start:]) if state.follow(list(tokens[:start])) else ALL
-        found: list[float] = masked(row(table, tokens)[None], masks[-1:])[0].double().softmax(-1).tolist()
+        found: list[float] = (
+            apply_masks(row(table, tokens)[None], masks[-1:])[0].double().softmax(-1).tolist()
+        )
         return found
 
     return probabilities
@@ -247,7 +249,7 @@ def as_verified(table: torch.Tensor, sampling: SamplingParams) -> Model:
     def probabilities(tokens: Tokens) -> list[float]:
         start = len(tokens) // 2
         rows = torch.stack([row(table, tokens[:end]) for end in range(start, len(tokens) + 1)])
-        found = penalized(rows, (*PROMPT, *tokens), len(PROMPT), sampling)
+        found = apply_penalties(rows, (*PROMPT, *tokens), len(PROMPT), sampling)
         probs: list[float] = found[-1].double().softmax(-1).tolist()
         return probs
 

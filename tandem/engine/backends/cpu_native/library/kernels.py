@@ -189,9 +189,9 @@ class Kernels:
         return outputs
 
     def run(self, *calls: KernelCall) -> None:
-        self.joined(calls)()
+        self.join(calls)()
 
-    def joined(self, calls: SequenceOf[KernelCall]) -> Callable[[], None]:
+    def join(self, calls: SequenceOf[KernelCall]) -> Callable[[], None]:
         """Join calls into one without arguments, valid while their tensors live. An IndexError says that a look-up is
         out of its table's range."""
         steps = (RoutineCall * len(calls))(

@@ -210,7 +210,7 @@ def http_page() -> str:
     before, _, rest = HTTP_PAGE.read_text(encoding="utf-8").partition(FIELDS_BEGIN)
     after = rest.partition(FIELDS_END)[2]
     peers = tomllib.loads(PEER_FIELDS.read_text(encoding="utf-8"))
-    kept: dict[tuple[str, str, str, str], list[str]] = {}
+    kept: dict[tuple[str, ...], list[str]] = {}
     refused: dict[str, list[str]] = {}
     for field, endpoint, text in field_rows():
         name, words = f"`{field}`", " ".join(text.split())

@@ -37,13 +37,13 @@ class ObjectCalls:
 
 @dataclass(frozen=True, slots=True)
 class NamedCalls:
-    """Calls as a name with marks around it, and then the arguments as a JSON object."""
+    """Calls as a name and the arguments as a JSON object, in this order: start, kind, name, id_mark and an identifier,
+    before_arguments, arguments, end. Those that are empty are not there."""
 
     start: str = ""
     kind: str = ""
-    """Stands between the start and the name."""
     id_mark: str = ""
-    """Stands between the name and an identifier of the call, if it has one."""
+    """It may be missing, with the identifier behind it."""
     before_arguments: str = ""
     needs_mark: bool = True
     """False if the arguments may follow the name without the mark before them."""
@@ -52,7 +52,9 @@ class NamedCalls:
 
 @dataclass(frozen=True, slots=True)
 class TaggedCalls:
-    """Calls as a name and tagged arguments. Their values are plain text, which the tool's JSON schema gives types."""
+    """Calls as a name and tagged arguments, in this order: start, name, name_end; for each argument key_start, its
+    name, key_end, value_start, its value, value_end; end. The values are plain text, which the tool's JSON schema
+    gives types."""
 
     key_start: str
     key_end: str
@@ -89,7 +91,7 @@ class CallForm:
     """Texts of which a chat template that teaches it has at least one."""
     syntax: Syntax
     other: Syntax | None = None
-    """Another syntax behind the same marks; `syntax` is tried where the next character may begin it."""
+    """Another syntax behind the same marks, for a text that does not go on as `syntax` begins."""
     begins: tuple[str, ...] = ()
     """Marks that begin calls anywhere in the text."""
     ends: tuple[str, ...] = ()

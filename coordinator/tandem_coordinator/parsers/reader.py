@@ -21,6 +21,7 @@ from tandem_coordinator.parsers.forms import (
 from tandem_coordinator.parsers.values import escaped, json_of, python_as_json, quoted, types_of, unescaped
 
 _ARGUMENTS = ("arguments", "parameters")
+"""Names of the member of an object that has a call's arguments."""
 _SPACE = frozenset(" \t\n\r")
 _NO_VALUE = frozenset(",:]}")
 """Characters that begin no value."""
@@ -395,7 +396,7 @@ class CompletionReader:
             is_open = False
 
     def _read_group(self, form: CallForm, begin: str, *, is_open: bool) -> _Found:
-        """Read the calls behind a mark, or those that an opening begins."""
+        """Read the calls behind a mark, or those that an opening begins. A call's own start may stand for the mark."""
         if begin in form.begins or not begin:
             yield from self._read_space()
         syntax = form.syntax

@@ -127,3 +127,30 @@ async def test_a_place_that_arrives_as_its_request_is_cancelled_goes_to_the_next
     cancelled.cancel()
     await waiting
     assert (places.held, places.waiting) == (1, 0)
+
+
+async def test_the_lowest_priority_goes_first_and_clients_take_turns_within_one() -> None:
+    places = FairPlaces(1, 0)
+    await places.take("a")
+    order: list[tuple[int, str]] = []
+
+    async def wait(client: str, priority: int) -> None:
+        await places.take(client, priority)
+        order.append((priority, client))
+
+    asked = [("a", 0), ("a", 0), ("b", 0), ("b", 5), ("a", -1), ("c", -1)]
+    tasks = [asyncio.create_task(wait(*each)) for each in asked]
+    await asyncio.sleep(0)
+    given_up = asyncio.create_task(wait("a", -9))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    await asyncio.gather(given_up, return_exceptions=True)
+    holder = "a"
+    for count in range(1, len(asked) + 1):
+        places.leave(holder)
+        await asyncio.sleep(0)
+        assert len(order) == count
+        holder = order[-1][1]
+    await asyncio.gather(*tasks)
+    assert [priority for priority, _ in order] == [-1, -1, 0, 0, 0, 5]
+    assert {client for _, client in order[:2]} == {"a", "c"}

@@ -155,7 +155,9 @@ async def _check_reading(draft: Subject, talk: Conversation) -> str:
 
 
 async def _check_proposals(draft: Subject, talk: Conversation) -> str:
-    tokens, base, lengths = draft.prompt(), 0, []
+    tokens = draft.prompt()
+    base = 0
+    lengths = []
     await talk.say((1, draft.options()))
     for _ in range(4):
         proposal = await talk.ask(tokens, base)
@@ -259,7 +261,8 @@ async def _check_malformed(draft: Subject, talk: Conversation) -> str:
 
 
 async def _check_huge(draft: Subject, talk: Conversation) -> str:
-    what, tokens = "a step that asks for 2^30 tokens", draft.prompt()
+    what = "a step that asks for 2^30 tokens"
+    tokens = draft.prompt()
     await talk.say((1, draft.options()), (1, _step(tokens, count=1 << 30)))
     answer = await talk.answer()
     if isinstance(answer, Ending):
@@ -377,7 +380,8 @@ async def _check_ahead(draft: Subject, talk: Conversation) -> str:
     pending.expect(len(tokens), proposal.token_ids, _BUDGET)
     found = await _collect_outcomes(talk, pending)
     # The round that follows is verified already: nothing is asked for, and nothing but outcomes comes.
-    accepted, following = found.accepted_counts[0], found.next_token_ids[0]
+    accepted = found.accepted_counts[0]
+    following = found.next_token_ids[0]
     base = len(tokens)
     tokens += [*proposal.token_ids[:accepted], following]
     found_ahead = pending.outcome(tokens, 0.0)

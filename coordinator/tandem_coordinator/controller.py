@@ -438,6 +438,8 @@ class SpeculationController:
         self._costs: dict[tuple[str, str], CostModel] = {}
         """By target and draft."""
         self._gains: defaultdict[RequestKind, GainModel] = defaultdict(GainModel)
+        self._fingerprints: dict[str, str] = {}
+        """Of the weights of each service, by its name; see `introduce`."""
 
     def request(self, terms: Terms, target: str = "") -> RequestController:
         """The part of a request that begins, on the target that it is likely to get."""
@@ -453,6 +455,8 @@ class SpeculationController:
         """
         if model is None:
             return
+        if model.weights is not None:
+            self._meet_weights(service_name, model.weights.fingerprint)
         service = self._services[service_name]
         service.question = WAKINGS * (round_trip_seconds or 0.0)
         profile = model.step_profile
@@ -463,6 +467,19 @@ class SpeculationController:
         for pair in [pair for pair in self._costs if service_name in pair]:
             del self._costs[pair]
         for key in [key for key in self.decisions if service_name in (key[0], key[1].kind.draft)]:
+            del self.decisions[key]
+
+    def _meet_weights(self, service_name: str, fingerprint: str) -> None:
+        """Forget what was accepted with other weights of the service."""
+        known = self._fingerprints.get(service_name)
+        self._fingerprints[service_name] = fingerprint
+        if known in (None, fingerprint):
+            return
+        drafts = {kind.draft for kind in self._gains}
+        kinds = [kind for kind in self._gains if service_name not in drafts or kind.draft == service_name]
+        for kind in kinds:
+            del self._gains[kind]
+        for key in [key for key in self.decisions if key[1].kind in kinds]:
             del self.decisions[key]
 
     def decide(self, target: str, terms: Terms, load: int) -> LoadDecision:

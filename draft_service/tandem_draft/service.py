@@ -10,7 +10,7 @@ import grpc.aio
 
 from tandem.config.names import BOUND_METHODS, checkpoint_method
 from tandem.errors import ConfigurationError
-from tandem.serving.model_service import ModelService, ServedModel
+from tandem.serving.model_service import WEIGHTS_SERVICE, ModelService, ServedModel
 from tandem.v1 import draft_pb2, draft_pb2_grpc
 from tandem_draft.proposers import Proposer
 from tandem_draft.proposers.ngram import ngram_proposer
@@ -23,7 +23,7 @@ class DraftService(ModelService):
     """Serves DraftService with one drafting method."""
 
     name = "draft"
-    full_names = (draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name,)
+    full_names = (draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name, WEIGHTS_SERVICE)
 
     def __init__(self, settings: DraftSettings) -> None:
         super().__init__(settings)
@@ -32,6 +32,7 @@ class DraftService(ModelService):
         self.streams = [self._servicer.streams]
 
     def register(self, server: grpc.aio.Server) -> None:
+        super().register(server)
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self._servicer, server)
 
     async def start(self) -> None:

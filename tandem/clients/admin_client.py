@@ -6,16 +6,19 @@ async with AdminClient("127.0.0.1:50051") as admin:
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.clients.client import DEFAULT_ADDRESS, CoordinatorClient, coordinator_errors
-from tandem.errors import DeadlineError, ServiceUnavailableError
+from tandem.clients.weights_client import CHANGE_TIMEOUT_SECONDS, WeightsClient
+from tandem.errors import DeadlineError, NotFoundError, ServiceUnavailableError, TandemError
 from tandem.model.admin import ConfigOption, Diagnosis, RequestReport, Stats, Status
-from tandem.model.replica import ReplicaSnapshot
+from tandem.model.replica import ReplicaSnapshot, Role
+from tandem.model.types import InFlight, Weights
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem.v1 import admin_pb2
 from tandem.v1.admin_pb2_grpc import AdminServiceStub
@@ -109,6 +112,78 @@ class AdminClient(CoordinatorClient):
         """The coordinator's findings, each with what to do about it."""
         return wire.DIAGNOSIS.from_proto(await self._ask("Diagnose"))
 
+    async def load_weights(
+        self,
+        role: Role | str,
+        path: str,
+        *,
+        replicas: Collection[str] = (),
+        in_flight: InFlight | str = InFlight.FINISH,
+        services: Credentials = PLAIN,
+        timeout_seconds: float = CHANGE_TIMEOUT_SECONDS,
+    ) -> dict[str, Weights]:
+        """Replace the weights of targets or drafts, each of which is called directly, at the address at which the
+        coordinator finds it; returns the new ones by address. They get one version. Raises when any replica refuses;
+        that one serves its old weights, and the sentence says which have the new ones.
+
+        Args:
+            role: target or draft.
+            path: Folder on the services' machines, absolute or relative to the root that their operators named.
+            replicas: Addresses of those that load them; by default all of the role.
+            in_flight: What becomes of open sequences: finish, abort or restart.
+            services: With an admin token of the services, which the coordinator need not have.
+            timeout_seconds: For each replica.
+        """
+        shots = await self._of_role(role, ())
+        known = [shot.model.weights for shot in shots if shot.model is not None]
+        version = 1 + max((weights.version for weights in known if weights is not None), default=0)
+        chosen = await self._of_role(role, replicas)
+        return await _for_each(
+            chosen,
+            lambda client: client.load_weights(path, in_flight, version),
+            services,
+            timeout_seconds,
+        )
+
+    async def sleep(
+        self,
+        role: Role | str,
+        level: int = 1,
+        *,
+        replicas: Collection[str] = (),
+        in_flight: InFlight | str = InFlight.FINISH,
+        services: Credentials = PLAIN,
+        timeout_seconds: float = CHANGE_TIMEOUT_SECONDS,
+    ) -> dict[str, Weights]:
+        """Free memory of targets or drafts until `wake_up`; see `load_weights` and `WeightsClient.sleep`."""
+        chosen = await self._of_role(role, replicas)
+        return await _for_each(
+            chosen, lambda client: client.sleep(level, in_flight), services, timeout_seconds
+        )
+
+    async def wake_up(
+        self,
+        role: Role | str,
+        *,
+        replicas: Collection[str] = (),
+        services: Credentials = PLAIN,
+        timeout_seconds: float = CHANGE_TIMEOUT_SECONDS,
+    ) -> dict[str, Weights]:
+        """Let targets or drafts serve again; see `load_weights`."""
+        chosen = await self._of_role(role, replicas)
+        return await _for_each(chosen, WeightsClient.wake_up, services, timeout_seconds)
+
+    async def _of_role(self, role: Role | str, addresses: Collection[str]) -> list[ReplicaSnapshot]:
+        """The replicas of a role at these addresses, or all of them."""
+        wanted = Role(role)
+        shots = [shot for shot in await self.replicas() if shot.role is wanted]
+        known = {shot.address: shot for shot in shots}
+        unknown = [address for address in addresses if address not in known]
+        if unknown or not shots:
+            missing = f"there is no {wanted.value} replica" + (f" {unknown[0]!r}" if unknown else "")
+            raise NotFoundError(f"{missing}; there are: {', '.join(known) or 'none'}")
+        return [known[address] for address in addresses] or shots
+
     async def _ask(self, method: str, **fields: object) -> Any:
         request = getattr(admin_pb2, f"{method}Request")(**fields)
         with self._errors():
@@ -123,3 +198,32 @@ class AdminClient(CoordinatorClient):
             raise ServiceUnavailableError(
                 f"coordinator {self.address}: no answer within {self._timeout:g} s"
             ) from None
+
+
+async def _for_each(
+    replicas: Sequence[ReplicaSnapshot],
+    ask: Callable[[WeightsClient], Awaitable[Weights]],
+    credentials: Credentials,
+    timeout_seconds: float,
+) -> dict[str, Weights]:
+    """Ask replicas at once, and wait for all."""
+
+    async def ask_one(address: str) -> Weights:
+        async with WeightsClient(address, credentials, timeout_seconds) as client:
+            return await ask(client)
+
+    found = await asyncio.gather(*(ask_one(shot.address) for shot in replicas), return_exceptions=True)
+    done: dict[str, Weights] = {}
+    errors: list[BaseException] = []
+    for shot, result in zip(replicas, found, strict=True):
+        if isinstance(result, BaseException):
+            errors.append(result)
+        else:
+            done[shot.address] = result
+    if not errors:
+        return done
+    first = errors[0]
+    if not isinstance(first, TandemError):
+        raise first
+    sentences = "; ".join(str(error) for error in errors)
+    raise type(first)(f"{sentences}; done at: {', '.join(done)}" if done else sentences)

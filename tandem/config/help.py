@@ -34,6 +34,7 @@ GROUPS = {
     "ServiceAccessOptions": "Access to the services",
     "HttpOptions": "HTTP",
     "AdminOptions": "Administration",
+    "ServiceAdminOptions": "Administration",
     "ServerSettings": "Server",
     "ProtectionOptions": "TLS and tokens",
     "TelemetryOptions": "Metrics and traces",

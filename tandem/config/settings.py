@@ -22,7 +22,7 @@ from tandem.config.rule import Rules, rule, spell
 from tandem.config.sources import CommandLine, ConfigFile, Environment, Inferred
 from tandem.config.speculative import ModelOptions
 from tandem.errors import ConfigurationError
-from tandem.serving.protection import ProtectionOptions, exposure_rule
+from tandem.serving.protection import ProtectionOptions, ServiceAdminOptions, exposure_rule
 from tandem.telemetry.logs import LogFormat, LogLevel
 from tandem.telemetry.settings import TelemetryOptions
 
@@ -144,7 +144,7 @@ def _tandem_options(settings: ModelServerSettings) -> Iterator[str]:
         yield f"engine is vllm and {option} needs hidden states, which only its own heads get; set engine to tandem"
 
 
-class ModelServerSettings(ModelOptions, ServerSettings):
+class ModelServerSettings(ModelOptions, ServiceAdminOptions, ServerSettings):
     """Options of a server that runs a model."""
 
     model: Annotated[Path, SHORT_HELP]

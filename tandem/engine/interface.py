@@ -6,17 +6,26 @@ them (`tandem.engine.rows`).
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 
 from tandem.acceptance.rounds import Decide, Round, decide_each
 from tandem.acceptance.strategies import AcceptanceRule
-from tandem.errors import ConfigurationError, InvalidRequestError, NonFiniteLogitsError, TandemError
+from tandem.errors import (
+    ConfigurationError,
+    InvalidRequestError,
+    NonFiniteLogitsError,
+    ServiceUnavailableError,
+    TandemError,
+)
 from tandem.model.grammar import GrammarState, MaskArray
 from tandem.model.leading import Leading, decided_outcome, read_outcome
 from tandem.model.sampling.noise import recovery_keys, target_keys
@@ -27,6 +36,7 @@ from tandem.model.types import (
     ModelInfo,
     Proposal,
     RowKind,
+    StepProfile,
     TargetOptions,
     Verification,
     VerifyStep,
@@ -348,7 +358,85 @@ def non_finite_logits_logged(request_id: str) -> Iterator[None]:
         raise
 
 
+VLLM_IS_FIXED = "the engine vllm reads weights at its start alone; start it again, or set engine to tandem"
+"""See `EngineOwner.fixed_because`."""
+
+
+class SleepingEngine(RunningModel):
+    """Stands for an engine whose memory is freed."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        self._info = info
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    @property
+    def usage(self) -> KvUsage:
+        return KvUsage(0, 0, 0, 0, 0)
+
+    @property
+    def is_full(self) -> bool:
+        return True
+
+    @property
+    def overdue_seconds(self) -> float:
+        return 0.0
+
+    def start(self) -> None:
+        raise ServiceUnavailableError("the model sleeps")
+
+    async def warm_up(self) -> None:
+        raise ServiceUnavailableError("the model sleeps")
+
+    async def close(self) -> None:
+        """It holds nothing."""
+
+
 EngineT = TypeVar("EngineT", bound=RunningModel)
+MadeT_co = TypeVar("MadeT_co", bound=RunningModel, covariant=True)
+
+
+class ReloadableModel(Protocol[MadeT_co]):
+    """A model whose weights can be replaced and freed: new ones are read beside the present ones, and an engine is made
+    anew."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model, with its present weights."""
+
+    def make_engine(self) -> MadeT_co:
+        """An engine with empty caches over the present weights."""
+
+    def load(self, folder: Path, version: int, *, continues: bool) -> Any:
+        """Read and check the weights of a folder, on any thread; a ModelFolderError says why they cannot serve.
+
+        Args:
+            folder: The checkpoint.
+            version: Of the new weights.
+            continues: True if unfinished sequences of the present weights may go on with them.
+        """
+
+    def take(self, candidate: Any) -> Callable[[], None]:
+        """Make weights that were loaded the present ones; returns what puts the old ones back."""
+
+    def free(self, level: int) -> None:
+        """Free memory once no engine runs: on level 1 the weights' on an accelerator, which the host's memory keeps;
+        on level 2 the weights."""
+
+    def restore(self) -> None:
+        """Have the weights again where they were before `free`, on any thread."""
+
+
+def free_unused() -> None:
+    """Free what nothing refers to any more. An engine refers to itself in circles, and the first one is exempt from
+    collections since the service's start."""
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if is_frozen:
+        gc.freeze()
 
 
 @dataclass(eq=False)
@@ -356,6 +444,10 @@ class EngineOwner(Generic[EngineT]):
     """The part that a target's verifier and the drafting methods with a model have in common."""
 
     _engine: EngineT
+    model: ReloadableModel[EngineT] | None = field(default=None, kw_only=True)
+    """Lets the weights be replaced; None where they cannot be."""
+    fixed_because: str = field(default="", kw_only=True)
+    """Reason why the weights cannot be replaced."""
 
     def kv_usage(self) -> KvUsage:
         return self._engine.usage
@@ -368,9 +460,72 @@ class EngineOwner(Generic[EngineT]):
     def overdue_seconds(self) -> float:
         return self._engine.overdue_seconds
 
+    @property
+    def is_asleep(self) -> bool:
+        """True while no engine is there."""
+        return isinstance(self._engine, SleepingEngine)
+
     async def start(self) -> None:
         self._engine.start()
         await self._engine.warm_up()
 
     async def close(self) -> None:
         await self._engine.close()
+
+    # ---- other weights; none of these is called while a sequence is open
+
+    def load_weights(self, folder: Path, version: int, *, continues: bool) -> Any:
+        """See `ReloadableModel.load`. The old weights serve meanwhile."""
+        return self._reloadable.load(folder, version, continues=continues)
+
+    async def replace_weights(self, candidate: Any) -> None:
+        """Serve with new weights and empty caches. Where the new ones cannot be served, the old ones are again, or
+        sleep again."""
+        model = self._reloadable
+        was_asleep = self.is_asleep
+        await self._stop_engine()
+        put_back = model.take(candidate)
+        try:
+            await self._begin_engine()
+        except Exception:
+            await self._stop_engine()
+            put_back()
+            if not was_asleep:
+                await self._begin_engine()
+            raise
+        self.forget_old_weights()
+        await asyncio.to_thread(free_unused)  # the old weights
+
+    async def sleep(self, level: int) -> None:
+        """Free the KV cache, and of the weights what `ReloadableModel.free` says of the level."""
+        model = self._reloadable
+        await self._stop_engine()
+        await asyncio.to_thread(model.free, level)
+
+    async def wake_up(self) -> None:
+        """Serve with the same weights as before."""
+        await asyncio.to_thread(self._reloadable.restore)
+        await self._begin_engine()
+
+    def forget_old_weights(self) -> None:
+        """Forget what was learned about the weights before."""
+
+    async def _stop_engine(self) -> None:
+        info = replace(self._engine.info, step_profile=StepProfile())
+        await self._engine.close()
+        self._engine = cast(EngineT, SleepingEngine(info))
+        await asyncio.to_thread(free_unused)
+
+    async def _begin_engine(self) -> None:
+        engine = await asyncio.to_thread(self._reloadable.make_engine)
+        self._engine = engine
+        engine.start()
+        await engine.warm_up()
+
+    @property
+    def _reloadable(self) -> ReloadableModel[EngineT]:
+        if self.model is None:
+            raise ConfigurationError(
+                f"the weights cannot be replaced while the service runs: {self.fixed_because}"
+            )
+        return self.model

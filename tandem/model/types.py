@@ -523,6 +523,8 @@ class TargetOptions(SequenceOptions):
     logprobs: int | None = None
     """Number of most probable tokens whose log probabilities come with each row, beside those of its own tokens; None:
     no log probabilities. Dense rows have none beside them."""
+    weights_fingerprint: str = ""
+    """Of the weights that must compute the sequence; empty for any."""
 
     @property
     def reads_tokens(self) -> bool:
@@ -646,6 +648,33 @@ class StepProfile:
 
 
 @dataclass(frozen=True, slots=True)
+class Weights:
+    """Weights of a model."""
+
+    version: int
+    """Counts the weights that a service was given: higher ones are newer."""
+    fingerprint: str
+    """Of the checkpoint's files: services with the same one compute alike."""
+    continued_fingerprints: tuple[str, ...] = ()
+    """Those of earlier weights whose unfinished sequences may go on with these."""
+
+    def may_continue(self, fingerprint: str) -> bool:
+        """True if a sequence that was begun with weights of this fingerprint may go on with these."""
+        return fingerprint == self.fingerprint or fingerprint in self.continued_fingerprints
+
+
+class InFlight(Enum):
+    """What becomes of open sequences when a service's weights change or it falls asleep."""
+
+    FINISH = "finish"
+    """They end with the old weights, while new ones wait."""
+    ABORT = "abort"
+    """They end at once, and so do their requests."""
+    RESTART = "restart"
+    """They end at once, and their requests go on behind their tokens with the new weights."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """Information about the model that a service serves."""
 
@@ -678,6 +707,8 @@ class ModelInfo:
     """Positions that the model's config names; 0 where it is not known."""
     head_step_profile: StepProfile = StepProfile()
     """Durations of the steps of a target's own head; empty without one."""
+    weights: Weights | None = None
+    """The weights that serve now; None where the service does not say, or has none."""
 
     @property
     def has_model(self) -> bool:
@@ -852,6 +883,9 @@ class Summary:
     cached_tokens: int | None = None
     """Tokens of the prompt that the target had computed before, for an earlier request of this caller's; None where it
     does not say."""
+    weights: tuple[Weights, ...] = ()
+    """The target's weights that made it, in order; more than one where a load let it go on with others. None where the
+    target does not say."""
 
 
 @dataclass(frozen=True, slots=True)

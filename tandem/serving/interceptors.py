@@ -172,7 +172,7 @@ class RunningCalls:
         self._tasks: set[asyncio.Task[object]] = set()
         self._none_runs = asyncio.Event()
         self._none_runs.set()
-        self._cut_because = ""
+        self._cut_by: TandemError | None = None
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -200,10 +200,10 @@ class RunningCalls:
         try:
             yield
         except asyncio.CancelledError:
-            if not self._cut_because:
+            if self._cut_by is None:
                 raise
             task.uncancel()
-            raise ServiceUnavailableError(self._cut_because) from None
+            raise type(self._cut_by)(str(self._cut_by)) from None
         finally:
             self._tasks.discard(task)
             if not self._tasks:
@@ -218,13 +218,25 @@ class RunningCalls:
             return False
         return True
 
-    def cut_off(self, because: str) -> None:
-        self._cut_because = because
+    def cut_off(self, error: TandemError) -> int:
+        """End all with an error; returns how many."""
+        self._cut_by = error
         for task in self._tasks:
             task.cancel()
+        return len(self)
+
+    def reopen(self) -> None:
+        """Take new calls again, once those that were cut off have ended."""
+        self.closed_because = ""
+        self._cut_by = None
 
 
-_ALWAYS_OPEN = ("/grpc.health.v1.", "/grpc.reflection.", "/tandem.v1.AdminService/")
+_ALWAYS_OPEN = (
+    "/grpc.health.v1.",
+    "/grpc.reflection.",
+    "/tandem.v1.AdminService/",
+    "/tandem.v1.WeightsService/",
+)
 
 
 def authorizing(tokens: Callable[[], Tokens]) -> Step:
@@ -309,6 +321,7 @@ logger = logging.getLogger(__name__)
 _NOT_COUNTED = (
     "/grpc.health.v1.",
     "/tandem.v1.AdminService/",
+    "/tandem.v1.WeightsService/",
     "/tandem.v1.DraftService/Propose",
     "/tandem.v1.TargetService/Verify",
 )

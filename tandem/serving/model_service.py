@@ -10,15 +10,19 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+import grpc.aio
+
 from tandem.config.settings import ModelServerSettings
 from tandem.model.types import ModelInfo
 from tandem.model_sources.bundled import require_engine
 from tandem.serving.interceptors import RunningCalls
 from tandem.serving.server import Service, announce, in_daemon_thread
 from tandem.serving.streams import SequenceStreams
+from tandem.serving.weights import WeightsControl, WeightsServicer
 from tandem.telemetry.progress import Progress
 from tandem.telemetry.settings import TelemetryOptions, is_observed
 from tandem.telemetry.streams import NO_SERVICE_OBSERVER, ServiceObserver
+from tandem.v1 import weights_pb2, weights_pb2_grpc
 
 if TYPE_CHECKING:
     from tandem.engine.interface import KvUsage
@@ -48,6 +52,9 @@ class ServedModel(Protocol):
         """Stop, and release the model."""
 
 
+WEIGHTS_SERVICE = weights_pb2.DESCRIPTOR.services_by_name["WeightsService"].full_name
+
+
 class ModelService(Service):
     """Loads its models in the background, and reports what they do."""
 
@@ -58,6 +65,7 @@ class ModelService(Service):
         self._observer = _observer_for(settings, self.name)
         self._shown_model: object = settings.model
         self._models: Sequence[ServedModel] = ()
+        self._weights = WeightsControl(self.name, settings.weights_root, lambda: self.readiness, self.fail)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @abstractmethod
@@ -71,6 +79,9 @@ class ModelService(Service):
         from tandem.model_sources.find import checked_folder
 
         return settings.model_copy(update={"model": checked_folder(settings, reference)})
+
+    def register(self, server: grpc.aio.Server) -> None:
+        weights_pb2_grpc.add_WeightsServiceServicer_to_server(WeightsServicer(self._weights), server)
 
     def open_other_endpoints(self, calls: RunningCalls) -> None:
         for streams in self.streams:
@@ -89,6 +100,7 @@ class ModelService(Service):
             progress.show("warming up")
             for model in self._models:
                 await model.start()
+        self._weights.serve(self._models[0])
         self._observer.ready(self._models[0].model_info.name, self._models[0].kv_usage)
 
     @property
@@ -104,6 +116,7 @@ class ModelService(Service):
 
     async def close(self) -> None:
         """Stop the models, the last first, and send the rest of the telemetry."""
+        await self._weights.close()
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._observer.close)
             for model in self._models:

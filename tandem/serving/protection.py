@@ -44,7 +44,11 @@ class Scope(Enum):
     """One of the admin tokens."""
 
 
-_SCOPES = (("/grpc.health.v1.Health/", Scope.OPEN), ("/tandem.v1.AdminService/", Scope.ADMIN))
+_SCOPES = (
+    ("/grpc.health.v1.Health/", Scope.OPEN),
+    ("/tandem.v1.AdminService/", Scope.ADMIN),
+    ("/tandem.v1.WeightsService/", Scope.ADMIN),
+)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -203,12 +207,28 @@ class AdminOptions(ProtectionOptions):
     own_rules: ClassVar[Rules] = (_token_rule("admin_token"),)
 
 
+class ServiceAdminOptions(ProtectionOptions):
+    """Options of a service whose model can be changed while it runs."""
+
+    admin_token: SecretStr | None = None
+    """Bearer token for calls that replace weights or let the service sleep: a role apart from that of coordinators,
+    whose tokens do not permit them. Better in the environment or in admin_token_file. Without one these calls are
+    off."""
+    admin_token_file: Path | None = None
+    """File of such tokens, one on each line, all of them valid. Read again when it changes."""
+    weights_root: Path | None = None
+    """Folder below which weights must lie that admin calls load. By default none are loaded."""
+
+    own_rules: ClassVar[Rules] = (_token_rule("admin_token"),)
+
+
 def token_source(options: ProtectionOptions, host: str) -> Callable[[], Tokens]:
     """The current tokens of a server."""
     client, admin = tokens_of(options.auth_token, options.auth_token_file), tokens_of(None, None)
-    if isinstance(options, AdminOptions):
+    if isinstance(options, AdminOptions | ServiceAdminOptions):
         admin = tokens_of(options.admin_token, options.admin_token_file)
-    is_shut = not is_loopback(host) or options.knows_callers
+    may_be_open = not isinstance(options, ServiceAdminOptions)
+    is_shut = not (may_be_open and is_loopback(host) and not options.knows_callers)
     return lambda: Tokens(client(), admin(), is_shut)
 
 

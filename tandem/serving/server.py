@@ -24,7 +24,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from tandem.config.settings import ServerSettings, load_settings
-from tandem.errors import ConfigurationError, ModelFolderError, TandemError
+from tandem.errors import ConfigurationError, ModelFolderError, ServiceUnavailableError, TandemError
 from tandem.rpc.addresses import UNIX, join_address
 from tandem.rpc.channels import read_all_wake_ups
 from tandem.serving.interceptors import (
@@ -94,21 +94,49 @@ class Readiness:
         self.health = health.aio.HealthServicer()
         self.name = name
         self._full_names = full_names
+        self._held_because = ""
+        """Reason why it takes no calls though nothing is wrong; empty while it may."""
+        self._is_closed = False
 
     async def announce(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
         for name in ("", *self._full_names):
             await self.health.set(name, status)
 
     async def open(self) -> None:
-        self._calls.closed_because = ""
+        if self._is_closed:
+            return
+        if self._held_because:
+            await self.pause(self._held_because)
+            return
+        self._calls.reopen()
         await self.announce(health_pb2.HealthCheckResponse.SERVING)
 
     async def pause(self, reason: str) -> None:
         """Refuse calls with this reason until `open` is called."""
+        if self._is_closed:
+            return
         self._calls.closed_because = reason
         await self.announce(health_pb2.HealthCheckResponse.NOT_SERVING)
 
+    async def hold(self, reason: str) -> None:
+        """Refuse calls with this reason until `release` is called, whatever else opens it."""
+        self._held_because = reason
+        await self.pause(reason)
+
+    async def release(self) -> None:
+        self._held_because = ""
+        await self.open()
+
+    async def end_calls(self, error: TandemError | None) -> int:
+        """Wait for the end of all calls while no new one is taken; an error ends them at once. Returns how many it
+        ended."""
+        ended = 0 if error is None else self._calls.cut_off(error)
+        while not await self._calls.end(_END_POLL_SECONDS):
+            pass
+        return ended
+
     async def close(self) -> None:
+        self._is_closed = True
         self._calls.closed_because = f"the {self.name} service is draining"
         # Each watcher holds a lock while its answer is written; one that does not read must not hold up the drain.
         with suppress(TimeoutError):
@@ -116,6 +144,8 @@ class Readiness:
                 await self.health.enter_graceful_shutdown()
         logger.info("draining", extra={"service": self.name})
 
+
+_END_POLL_SECONDS = 60.0
 
 # How long the last words of calls that have ended may take to be sent, and watchers of health are borne with.
 GOODBYE_SECONDS = 0.5
@@ -147,6 +177,8 @@ class Service(ABC):
     """Decide about calls before they are read, after all others, including the one for tokens."""
     request_drain: Callable[[], None]
     """Set by `serve` before anything else: ends the server as SIGTERM does."""
+    readiness: Readiness
+    """Set by `serve` before anything is registered."""
     failure = ""
     """Reason why it cannot go on; empty while it can."""
 
@@ -187,6 +219,7 @@ async def serve(
     read_all_wake_ups()
     calls = RunningCalls(f"the {service.name} service is still starting", settings.max_concurrent_streams)
     readiness = Readiness(service.name, service.full_names, calls)
+    service.readiness = readiness
     server = new_server(settings, calls, *service.steps)
     await _register(server, service, readiness)
     service.open_other_endpoints(calls)
@@ -236,7 +269,9 @@ async def _drain(calls: RunningCalls, seconds: float, service_name: str) -> None
     if await calls.end(seconds):
         return
     logger.warning("calls cut off", extra={"service": service_name, "calls": len(calls)})
-    calls.cut_off(f"the {service_name} service has drained for as long as it may, and stops")
+    calls.cut_off(
+        ServiceUnavailableError(f"the {service_name} service has drained for as long as it may, and stops")
+    )
     await calls.end(GOODBYE_SECONDS)
 
 

@@ -28,6 +28,7 @@ from tandem.model.types import (
     SparseDistribution,
     StepCost,
     StepProfile,
+    Weights,
 )
 from tandem.serving.scopes import MAX_SCOPE_LENGTH
 from tandem.v1 import types_pb2
@@ -308,10 +309,12 @@ def _profile_from_proto(message: types_pb2.StepProfile) -> StepProfile:
 SAMPLING_DEFAULTS: Converter[SamplingDefaults, types_pb2.SamplingDefaults] = Converter(
     SamplingDefaults, types_pb2.SamplingDefaults, max_new_tokens="max_new_token_count"
 )
+WEIGHTS: Converter[Weights, types_pb2.Weights] = Converter(Weights, types_pb2.Weights)
 _MODEL_INFO: Converter[ModelInfo, types_pb2.ModelInfo] = Converter(
     ModelInfo,
     types_pb2.ModelInfo,
     SAMPLING_DEFAULTS,
+    WEIGHTS,
     Codec(StepProfile, _profile_to_proto, _profile_from_proto),
 )
 model_info_to_proto = _MODEL_INFO.to_proto

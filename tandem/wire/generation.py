@@ -19,7 +19,7 @@ from tandem.model.types import (
     TruncationSide,
 )
 from tandem.v1 import generation_pb2, types_pb2
-from tandem.wire.common import GRAMMAR, ROW_KIND, SAMPLING
+from tandem.wire.common import GRAMMAR, ROW_KIND, SAMPLING, WEIGHTS
 from tandem.wire.converter import Codec, Converter, enum_codec
 
 SPECULATION: Converter[SpeculationStats, generation_pb2.SpeculationFigures] = Converter(
@@ -38,6 +38,7 @@ SPECULATION_STATE: Converter[SpeculationState, generation_pb2.SpeculationState] 
 _SUMMARY: Converter[Summary, generation_pb2.GenerationSummary] = Converter(
     Summary,
     generation_pb2.GenerationSummary,
+    WEIGHTS,
     SPECULATION,
     SPECULATION_STATE,
     SAMPLING,

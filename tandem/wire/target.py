@@ -132,6 +132,7 @@ def _write_open(message: target_pb2.VerifyOpen, options: TargetOptions) -> None:
     message.draft_top_k = options.draft_top_k
     if options.logprobs is not None:
         message.logprob_count = options.logprobs
+    message.weights_fingerprint = options.weights_fingerprint
     if options.acceptance is not None:
         _write_rule(message.acceptance_rule, options.acceptance)
     if options.adjustments != _NO_ADJUSTMENTS:
@@ -174,6 +175,7 @@ def _read_open(message: target_pb2.VerifyOpen) -> TargetOptions:
         acceptance=_read_rule(message.acceptance_rule) if message.HasField("acceptance_rule") else None,
         draft_top_k=message.draft_top_k,
         logprobs=_read_logprob_count(message),
+        weights_fingerprint=message.weights_fingerprint,
     )
 
 

@@ -9,9 +9,10 @@ from functools import partial
 from tandem.config.names import DFLASH, EAGLE, EAGLE3, MEDUSA, MTP
 from tandem.engine.core.engine import RowEngine
 from tandem.engine.core.inline import InlineEngine
+from tandem.engine.core.reloading import EmbeddedModel
 from tandem.engine.core.selection import choose_backends
 from tandem.engine.hidden_states import HiddenStateTap, PairedStates, as_model
-from tandem.engine.interface import EngineSettings
+from tandem.engine.interface import VLLM_IS_FIXED, EngineSettings
 from tandem.engine.kv_cache.arena import memory_allowance
 from tandem.engine.models.heads.dflash import DFlashHead
 from tandem.engine.models.heads.eagle import Eagle3Head, EagleHead
@@ -19,6 +20,7 @@ from tandem.engine.models.heads.interface import BlockHead, DraftHead
 from tandem.engine.models.heads.medusa import MedusaHeads
 from tandem.engine.models.heads.mtp import MtpHead
 from tandem.engine.models.loading import LoadedModel, load_model
+from tandem.engine.steps import ModelRunner
 from tandem.telemetry.streams import OnStep
 from tandem_target.chosen_head import chosen_head
 from tandem_target.head_drafter import HeadDrafter, extend_by_passes
@@ -56,16 +58,32 @@ def load_verifier(
         engine = RowEngine(vllm, limits, on_step, on_failure=on_failure, drafter=vllm.heads)
         verifier = _verifier(engine, settings)
         verifier.own_head = vllm.heads
+        verifier.fixed_because = VLLM_IS_FIXED
         return verifier
     if settings.has_head:
         return _load_with_head(settings, on_step, on_failure, on_head_step)
+    if settings.shared_storage_path is not None:
+        return _load_with_files(settings, on_step, on_failure)
+
+    def make_engine(backends: ModelRunner) -> RowEngine:
+        return RowEngine(backends, EngineSettings.of(settings), on_step, on_failure=on_failure)
+
+    model = EmbeddedModel(settings, settings.model, make_engine)
+    verifier = _verifier(model.make_engine(), settings)
+    verifier.model = model
+    return verifier
+
+
+def _load_with_files(settings: TargetSettings, on_step: OnStep, on_failure: OnFailure) -> Verifier:
+    """Load a target that writes its hidden states."""
     target = _load_target(settings)
     files = hidden_state_files(settings, target)
-    model, tap = (target, None) if files is None else (files.tap.model, files.tap)
-    backends = choose_backends(model, settings.compile, settings.compile_cache, tap)
+    assert files is not None
+    backends = choose_backends(files.tap.model, settings.compile, settings.compile_cache, files.tap)
     engine = RowEngine(backends, EngineSettings.of(settings), on_step, on_failure=on_failure)
     verifier = _verifier(engine, settings)
     verifier.files = files
+    verifier.fixed_because = "it writes the hidden states of its present weights (--shared-storage-path)"
     return verifier
 
 
@@ -107,6 +125,7 @@ def _load_with_head(
     engine = RowEngine(runner, target_limits, on_step, on_failure=on_failure, drafter=own_head)
     verifier = _verifier(engine, settings)
     verifier.own_head = own_head
+    verifier.fixed_because = f"it hosts the drafting head {name}, which reads the states of the present ones"
     return verifier
 
 

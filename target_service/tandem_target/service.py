@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc.aio
 
-from tandem.serving.model_service import ModelService, ServedModel
+from tandem.serving.model_service import WEIGHTS_SERVICE, ModelService, ServedModel
 from tandem.v1 import target_pb2, target_pb2_grpc
 from tandem_target.chosen_head import chosen_head
 from tandem_target.servicer import TargetServicer
@@ -15,7 +15,7 @@ class TargetService(ModelService):
     """Serves TargetService with one model."""
 
     name = "target"
-    full_names = (target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name,)
+    full_names = (target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name, WEIGHTS_SERVICE)
 
     def __init__(self, settings: TargetSettings) -> None:
         check_extraction(settings)
@@ -27,6 +27,7 @@ class TargetService(ModelService):
         self.streams = [self._servicer.streams]
 
     def register(self, server: grpc.aio.Server) -> None:
+        super().register(server)
         target_pb2_grpc.add_TargetServiceServicer_to_server(self._servicer, server)
 
     def load(self) -> list[ServedModel]:

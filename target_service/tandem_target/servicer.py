@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from tandem.errors import TandemError
+from tandem.errors import ServiceUnavailableError, TandemError
 from tandem.model.types import DenseRow, DraftedOutcomes, Pending, TargetOptions, Verification, VerifyStep
 from tandem.serving.interceptors import Context
 from tandem.serving.streams import Repetition, SequenceStreams, ServedSequence, Translation
@@ -77,6 +77,12 @@ class TargetServicer(TargetServiceServicer):
 
     async def serve_sequence(self, sequence: VerifiedFor) -> None:
         options = sequence.options
+        weights = self.verifier.model_info.weights
+        if weights is not None and options.weights_fingerprint not in ("", weights.fingerprint):
+            raise ServiceUnavailableError(
+                f"the target has the weights {weights.fingerprint[:12]} by now; the sequence must be computed by "
+                f"{options.weights_fingerprint[:12]}"
+            )
         with self._observer.stream(options.request_id, options.traceparent) as stream:
 
             def on_led(answer: Verification | TandemError) -> None:

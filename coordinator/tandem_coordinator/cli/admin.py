@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import typer
 from pydantic import Field, ValidationError
@@ -19,8 +20,11 @@ from rich.live import Live
 
 from tandem import errors
 from tandem.clients.admin_client import AdminClient
+from tandem.clients.weights_client import CHANGE_TIMEOUT_SECONDS
 from tandem.model.admin import ConfigOption, Stats
 from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role, is_last_target, replica_at
+from tandem.model.types import InFlight, Weights
+from tandem.rpc.credentials import Credentials
 from tandem.serving.standard_streams import write_error
 from tandem.telemetry.progress import Progress
 from tandem_coordinator.cli import views
@@ -40,6 +44,7 @@ admin = CommandGroup(
 replicas = CommandGroup("List, show, drain and resume replicas.", admin, "replicas")
 requests = CommandGroup("List, show and abort running requests.", admin, "requests")
 config = CommandGroup("Show and change the live configuration.", admin, "config")
+weights = CommandGroup("Replace the weights of targets or drafts while they run.", admin, "weights")
 
 WAIT_SECONDS = 60.0
 """Of `health --wait` without --timeout: longer than the demo's models take to load."""
@@ -190,6 +195,104 @@ async def drain(
 async def resume(replica: Address, query: Query) -> None:
     """Give a drained replica new sequences again."""
     await query.answer(lambda client: client.resume(replica), lambda resumed: views.replica_table([resumed]))
+
+
+class ServiceQuery(Query):
+    """A query that asks services themselves, with a token of theirs."""
+
+    with_variables: ClassVar[tuple[str, ...]] = (
+        *Query.with_variables,
+        "service_token",
+        "service_token_file",
+    )
+
+    replica: Annotated[list[str] | None, typer.Option("--replica", metavar="ADDRESS")] = None
+    """Only this replica, as in the list; may be given several times."""
+    service_token: str | None = None
+    """Admin token of the services; better in the environment or in --service-token-file."""
+    service_token_file: Path | None = None
+    """File whose first line is the admin token of the services."""
+
+    @property
+    def services(self) -> Credentials:
+        """The connection's TLS, with the token of the services."""
+        token = {"token": self.service_token, "token_file": self.service_token_file}
+        return Credentials.of(self.model_dump() | token)
+
+    async def change(self, ask: Callable[[AdminClient], Awaitable[dict[str, Weights]]]) -> None:
+        """Ask, and show the weights that each replica has now."""
+        await self.answer(ask, views.weights_view)
+
+    @property
+    def patience(self) -> float:
+        return self.timeout or CHANGE_TIMEOUT_SECONDS
+
+
+Who = Annotated[Role, typer.Argument(help="target or draft.")]
+InFlightOption = Annotated[
+    InFlight,
+    typer.Option(
+        "--in-flight", help="Open sequences: finish with the old weights, abort, or restart on the new ones."
+    ),
+]
+
+
+@command(
+    weights,
+    "target --path step-17 --service-token-file token",
+    "draft --path step-10 --replica 10.0.0.7:50053 --in-flight restart",
+)
+async def load(
+    role: Who,
+    query: ServiceQuery,
+    path: Annotated[str, typer.Option(help="Folder below the services' --weights-root.")],
+    in_flight: InFlightOption = InFlight.FINISH,
+) -> None:
+    """Serve other weights of the same model.
+
+    The services are called directly and need their own admin token. They check the weights before anything changes;
+    where anything is wrong the old ones serve on.
+    """
+    await query.change(
+        lambda client: client.load_weights(
+            role,
+            path,
+            replicas=query.replica or (),
+            in_flight=in_flight,
+            services=query.services,
+            timeout_seconds=query.patience,
+        )
+    )
+
+
+@command(admin, "target --level 2 --service-token-file token")
+async def sleep(
+    role: Who,
+    query: ServiceQuery,
+    level: Annotated[int, typer.Option(help="1 frees the cache, 2 the weights as well.")] = 1,
+    in_flight: InFlightOption = InFlight.FINISH,
+) -> None:
+    """Free the memory of targets or drafts until they are woken up. Requests wait for --target-wait-seconds."""
+    await query.change(
+        lambda client: client.sleep(
+            role,
+            level,
+            replicas=query.replica or (),
+            in_flight=in_flight,
+            services=query.services,
+            timeout_seconds=query.patience,
+        )
+    )
+
+
+@command(admin, "target --service-token-file token")
+async def wake(role: Who, query: ServiceQuery) -> None:
+    """End the sleep of targets or drafts."""
+    await query.change(
+        lambda client: client.wake_up(
+            role, replicas=query.replica or (), services=query.services, timeout_seconds=query.patience
+        )
+    )
 
 
 @command(requests, "-w")

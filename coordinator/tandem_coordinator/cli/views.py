@@ -16,7 +16,7 @@ from tandem.config.rule import spell
 from tandem.model.admin import ConfigOption, CoordinatorState, Load, RequestReport, Stats, Status, Throughput
 from tandem.model.replica import ReplicaSnapshot, ReplicaState
 from tandem.model.speculation_state import SpeculationDecision, SpeculationState
-from tandem.model.types import AheadStats, SamplingDefaults, SpeculationStats
+from tandem.model.types import AheadStats, SamplingDefaults, SpeculationStats, Weights
 from tandem_coordinator.cli.command import plain_table
 from tandem_coordinator.stats import speculation
 from tandem_coordinator.stats.rounds import hit_rate
@@ -129,6 +129,18 @@ def replica_table(shown: Sequence[ReplicaSnapshot]) -> RenderableType:
     return table
 
 
+def _weights(weights: Weights) -> str:
+    return f"version {weights.version}, {weights.fingerprint[:12]}"
+
+
+def weights_view(by_address: Mapping[str, Weights]) -> RenderableType:
+    """A row for each replica that has weights now."""
+    table = plain_table("ADDRESS", ">VERSION", "FINGERPRINT")
+    for address, weights in by_address.items():
+        table.add_row(address, str(weights.version), weights.fingerprint[:12])
+    return table
+
+
 def replica_view(replica: ReplicaSnapshot) -> RenderableType:
     """Everything about one replica and its model."""
     stats, model = replica.figures, replica.model
@@ -158,6 +170,7 @@ def replica_view(replica: ReplicaSnapshot) -> RenderableType:
             **({} if replica.coverage is None else {"mapping": str(replica.coverage)}),
             "max_length": f"{model.max_length:,}",
             "dtype": model.dtype,
+            **({} if model.weights is None else {"weights": _weights(model.weights)}),
             **({"own head": model.drafting_method} if model.drafting_method else {}),
             "version": model.service_version,
         }

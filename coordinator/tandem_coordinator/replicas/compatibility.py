@@ -13,7 +13,7 @@ from tandem.config.names import STANDALONE
 from tandem.config.rule import Rule, broken, rule
 from tandem.config.speculative import MAX_CONFIGURED_TOKENS
 from tandem.errors import IncompatibleModelsError
-from tandem.model.types import Coverage, ModelInfo, SamplingDefaults
+from tandem.model.types import Coverage, ModelInfo, SamplingDefaults, Weights
 from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, message_limit
 from tandem_coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS
 from tandem_coordinator.settings.sampling import VLLM, SamplingOptions, SamplingPolicy
@@ -174,6 +174,7 @@ _MAY_DIFFER = frozenset(
         "head_step_profile",
         "sampling_defaults",
         "instance_id",
+        "weights",
     }
 )
 
@@ -207,6 +208,27 @@ class Fleet:
         """The first target that was reached."""
         self.draft: ModelInfo | None = None
         """The first of the drafts that fit it and are not gone; without draft services the targets' own head."""
+        self.newest_weights: Weights | None = None
+        """Of any target so far: each has to serve them. None where targets do not say."""
+
+    def meet_weights(self, info: ModelInfo) -> None:
+        """Learn which weights a target serves."""
+        weights = info.weights
+        newest = self.newest_weights
+        if weights is not None and (newest is None or weights.version > newest.version):
+            self.newest_weights = weights
+
+    def outdated_because(self, info: ModelInfo) -> str:
+        """Reason why a target's weights are not those of the others; empty where they are."""
+        weights = info.weights
+        newest = self.newest_weights
+        if weights is None or newest is None or weights.fingerprint == newest.fingerprint:
+            return ""
+        own, others = (f"{each.fingerprint[:12]} (version {each.version})" for each in (weights, newest))
+        return (
+            f"its weights are {own} and the newest of the targets are {others}; load the same with tandem admin "
+            "weights load target"
+        )
 
     @property
     def message_limit_bytes(self) -> int:
@@ -240,6 +262,8 @@ class Fleet:
                 "all targets one generation_config.json, or start the coordinator with --generation-config "
                 f"{VLLM} or a folder"
             )
+        if not differences:
+            self.meet_weights(info)
         return "; ".join(differences)
 
     def judge_draft(self, info: ModelInfo, *, has_others: bool = False) -> str:

@@ -98,21 +98,44 @@ class Member(Generic[ClientT]):
 
     @property
     def drained_because(self) -> str:
-        """Why it gets no new sequences though it is ready; empty where it does."""
+        """Why it gets no new sequences though it is ready and compatible; empty where it does."""
         if self.address in self._pool.drained:
             return "an operator drained it"
         return "its name no longer stands for this address" if self.is_missed else ""
 
     @property
+    def outdated_because(self) -> str:
+        """Why its weights keep new sequences from it, which go on where they are; empty where they do not."""
+        return "" if self.model is None else self._pool.outdated(self.model)
+
+    @property
     def state(self) -> ReplicaState:
         if self._state is ReplicaState.READY and self.drained_because:
             return ReplicaState.DRAINING
+        if self._state is ReplicaState.READY and self.outdated_because:
+            return ReplicaState.INCOMPATIBLE
         return self._state
 
     @property
     def is_ready(self) -> bool:
         """True if new sequences may go to it."""
-        return self._state is ReplicaState.READY and not self.drained_because
+        return self.state is ReplicaState.READY
+
+    @property
+    def weights_fingerprint(self) -> str:
+        """Of the weights that it serves; empty where it does not say."""
+        return "" if self.model is None or self.model.weights is None else self.model.weights.fingerprint
+
+    def continues(self, fingerprint: str) -> bool:
+        """True if a sequence that weights of this fingerprint have begun may go on here now, the newest or not."""
+        return (
+            self._state is ReplicaState.READY and not self.drained_because and self.may_continue(fingerprint)
+        )
+
+    def may_continue(self, fingerprint: str) -> bool:
+        """True if a sequence that weights of this fingerprint have begun may go on here; empty: any."""
+        weights = None if self.model is None else self.model.weights
+        return not fingerprint or weights is None or weights.may_continue(fingerprint)
 
     @property
     def has_head(self) -> bool:
@@ -134,7 +157,9 @@ class Member(Generic[ClientT]):
             role=self._pool.role,
             address=self.address,
             state=self.state,
-            reason=self.drained_because if self._state is ReplicaState.READY else self._reason,
+            reason=(self.drained_because or self.outdated_because)
+            if self._state is ReplicaState.READY
+            else self._reason,
             since_seconds=time.monotonic() - self._since,
             open_sequences=self.open_sequences,
             round_trip_seconds=self.round_trip.value,
@@ -226,7 +251,20 @@ class Member(Generic[ClientT]):
             return False
         if not is_serving and self._state is not ReplicaState.DRAINING:
             self._become(ReplicaState.CONNECTING, "it is still starting")
+        if not is_serving:
+            self._reason = await self._refusal() or self._reason
         return is_serving
+
+    async def _refusal(self) -> str:
+        """The replica's own words on why it does not serve: it starts, drains, sleeps, or loads weights."""
+        try:
+            async with asyncio.timeout(_PING_SECONDS):
+                await self.client.model_info()
+        except ServiceUnavailableError as error:
+            return str(error)
+        except (TandemError, TimeoutError):
+            return ""
+        return ""
 
     async def _serves(self, seconds: float, *, wait_for_ready: bool = False) -> bool:
         began = time.monotonic()
@@ -306,10 +344,13 @@ class Member(Generic[ClientT]):
             await asyncio.sleep(_PING_SECONDS)
             await self._serves(UNANSWERED_SECONDS)
             self._alive_at = time.monotonic()
-            if self._pool.role is Role.DRAFT and self.open_sequences == 0:
-                # With its answers a draft says how busy it is; one that nobody here asks must be asked for that.
+            # With its answers a draft says how busy it is; one that nobody here asks must be asked for that. A target
+            # that nobody asks, because of its weights, may have loaded others between two looks at its health.
+            if self.open_sequences == 0 and (self._pool.role is Role.DRAFT or self.outdated_because):
                 async with asyncio.timeout(UNANSWERED_SECONDS):
-                    await self.client.model_info()
+                    model = await self.client.model_info()
+                if self.model is not None and model.weights != self.model.weights:
+                    return  # meet it again
 
     def _lost(self, reason: str) -> None:
         if self.model is None:
@@ -381,6 +422,8 @@ class Pool(Generic[ClientT]):
     map_vocabulary: Callable[[ClientT, ModelInfo], Awaitable[Coverage | None]] | None = None
     """Lets a draft with another tokenizer than the target's map its vocabulary; None for one that need not. Raises
     TandemError when it cannot."""
+    outdated: Callable[[ModelInfo], str] = lambda _: ""
+    """Reason why a replica with these weights gets no new sequences, although it has joined; empty when it does."""
 
     def __post_init__(self) -> None:
         self.members: dict[str, Member[ClientT]] = {}
@@ -439,9 +482,16 @@ class Pool(Generic[ClientT]):
         ]
         return [member.snapshot() for member in self.members.values()] + unresolved
 
-    def choose(self, avoid: Collection[Member[ClientT]] = ()) -> Member[ClientT] | None:
-        """The least busy ready replica that is not to be avoided; None without one."""
-        ready = [member for member in self.members.values() if member.is_ready and member not in avoid]
+    def choose(
+        self, avoid: Collection[Member[ClientT]] = (), fingerprint: str = ""
+    ) -> Member[ClientT] | None:
+        """The least busy ready replica that is not to be avoided; None without one. `fingerprint` is that of the
+        weights that have begun the sequence, if any have."""
+        ready = [
+            member
+            for member in self.members.values()
+            if member not in avoid and (member.continues(fingerprint) if fingerprint else member.is_ready)
+        ]
         return min(ready, key=lambda member: (member.open_sequences, member.step.value or 0.0), default=None)
 
     def has_other(self, avoid: Collection[Member[ClientT]]) -> bool:
@@ -449,14 +499,20 @@ class Pool(Generic[ClientT]):
         others = (member for member in self.members.values() if member not in avoid)
         return any(member.is_ready or member.is_doubted for member in others)
 
-    async def chosen(self, seconds: float, avoid: Collection[Member[ClientT]] = ()) -> Member[ClientT] | None:
-        """Wait for a ready replica and choose it; None when there is none in time."""
+    async def chosen(
+        self, seconds: float, avoid: Collection[Member[ClientT]] = (), fingerprint: str = ""
+    ) -> Member[ClientT] | None:
+        """Wait for a ready replica and choose it; None when there is none in time, or none with the weights."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while (member := self.choose(avoid)) is None:
+                while (member := self.choose(avoid, fingerprint)) is None and self.has_weights(fingerprint):
                     await self.change()
                 return member
         return None
+
+    def has_weights(self, fingerprint: str) -> bool:
+        """True if a replica, ready or not, may go on with what weights of this fingerprint have begun."""
+        return any(member.may_continue(fingerprint) for member in self.members.values())
 
     async def change(self) -> None:
         await self._changed.wait()

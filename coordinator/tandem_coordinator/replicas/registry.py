@@ -50,6 +50,7 @@ class ReplicaRegistry:
             lambda: fleet.message_limit_bytes,
             resolver,
             VerificationTimes(settings.verification_timeout_seconds),
+            outdated=fleet.outdated_because,
         )
         self.drafts = Pool(
             Role.DRAFT,

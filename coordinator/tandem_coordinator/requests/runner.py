@@ -293,6 +293,7 @@ class RequestRunner:
             speculation_state=speculation_report.at_the_end(state, stats),
             sampling=active.plan.sampling,
             cached_tokens=None if active.target.cache is None else active.target.cache.cached_tokens,
+            weights=active.target.weights,
         )
         return replace(chunk, summary=whole)
 

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from tandem.errors import (
+    AbortedError,
     CapacityError,
     InvalidRequestError,
     PermissionDeniedError,
@@ -30,6 +31,7 @@ from tandem.model.types import (
     Proposal,
     TargetOptions,
     Verification,
+    Weights,
 )
 from tandem.rpc.channels import Deadline
 from tandem_coordinator.decoding.completion import Completion
@@ -55,7 +57,16 @@ _MAX_RETRY_SECONDS = 1.0
 _MOVE_SECONDS = 5.0
 """Wait of a sequence that moves off a draining target for the new one, which may be full."""
 
-_Place = OpenSequence[TargetClient, TargetSequence]
+
+class _Place(OpenSequence[TargetClient, TargetSequence]):
+    """A sequence on a target."""
+
+    def __init__(
+        self, member: Member[TargetClient], sequence: TargetSequence, weights: Weights | None
+    ) -> None:
+        super().__init__(member, sequence)
+        self.weights = weights
+        """Those that compute it; None where the target does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +150,8 @@ class FailoverTarget:
     _deadline: Deadline
     _wait_seconds: float
     has_read: bool = False
+    weights: tuple[Weights, ...] = ()
+    """Those that have computed rounds of the request, in order; none where targets do not say."""
     _ended_leads: LeadStats = field(default_factory=LeadStats)
     """Rounds that targets began by themselves for sequences that have ended there."""
     _cached_tokens: int | None = None
@@ -217,6 +230,8 @@ class FailoverTarget:
         cache = place.sequence.cache
         if self._cached_tokens is None and cache is not None:
             self._cached_tokens = min(cache.cached_tokens, self._options.prompt_length)
+        if is_first and place.weights is not None and self.weights[-1:] != (place.weights,):
+            self.weights = (*self.weights, place.weights)
         if not is_first:
             place.member.step.add(time.monotonic() - asked_at)
         if self._left is not None:
@@ -277,9 +292,14 @@ class FailoverTarget:
         if trouble.is_suspect:
             member = await self._member_for_suspect(trouble, seconds)
         else:
-            member = await self._pool.chosen(seconds, trouble.avoided)
+            member = await self._pool.chosen(seconds, trouble.avoided, self._fingerprint)
         if member is not None:
             return member
+        if not self._pool.has_weights(self._fingerprint):
+            raise AbortedError(
+                f"the target's weights {self._fingerprint[:12]}, which began the request, were replaced, and no target "
+                f"goes on with it; {trouble.sentence}"
+            )
         fields = {"request_id": self._options.request_id, "replicas": self._pool.reasons()}
         logger.warning("no target is ready", extra=fields)
         if trouble.is_suspect:
@@ -294,16 +314,22 @@ class FailoverTarget:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             shunned = [member for member in self._pool.members.values() if trouble.shuns(member)]
-            if (member := self._pool.choose(shunned)) is not None:
+            if (member := self._pool.choose(shunned, self._fingerprint)) is not None:
                 return member
             # Nobody is told that a process which was taken for dead answers
             await asyncio.sleep(_SUSPECT_POLL_SECONDS)
         return None
 
+    @property
+    def _fingerprint(self) -> str:
+        """Of the weights that a target must go on with; empty where none has begun."""
+        return self.weights[-1].fingerprint if self.weights else ""
+
     def _enter(self, member: Member[TargetClient]) -> _Place:
         observer = self._observer.stream("target", member.address)
-        sequence = TargetSequence(member.client, self._options, self._rows, observer)
-        return _Place(member, sequence)
+        options = replace(self._options, weights_fingerprint=member.weights_fingerprint)
+        sequence = TargetSequence(member.client, options, self._rows, observer)
+        return _Place(member, sequence, None if member.model is None else member.model.weights)
 
     def _leave_if_draining(self) -> None:
         """Between two rounds, move off a draining target. The old stream stays open until the new target answers."""
@@ -311,7 +337,7 @@ class FailoverTarget:
             return
         if self._place.member.state is not ReplicaState.DRAINING:
             return  # a suspected target may recover, and one that is gone breaks its streams
-        member = self._pool.choose({self._place.member})
+        member = self._pool.choose({self._place.member}, self._fingerprint)
         if member is not None:
             self._left = self._place
             self._place = self._enter(member)
@@ -324,6 +350,8 @@ class FailoverTarget:
         if place is None:
             raise error
         self._leave(place, error)
+        if isinstance(error, AbortedError):
+            raise error
         if self._left is not None:
             self._place = self._left
             self._left = None

@@ -10,10 +10,10 @@ from functools import partial
 
 from tandem.drafting.proposal import Drafting, propose_head, propose_where_logits_are, with_defaults
 from tandem.engine.core.engine import Engine
-from tandem.engine.core.selection import choose_backends
-from tandem.engine.interface import EngineOwner, EngineSettings
+from tandem.engine.core.reloading import EmbeddedModel
+from tandem.engine.core.selection import Backends
+from tandem.engine.interface import VLLM_IS_FIXED, EngineOwner, EngineSettings
 from tandem.engine.models.checkpoint import TOKENIZER_FILE
-from tandem.engine.models.loading import load_model
 from tandem.engine.rows import TORCH_SAMPLER, Sampler
 from tandem.engine.steps import ModelRunner
 from tandem.model.grammar import Grammars
@@ -33,6 +33,7 @@ def load_standalone(
     folder = settings.checkpoint
     runner: ModelRunner
     drafts_ahead, has_vocabularies, sampler = True, True, TORCH_SAMPLER
+    model: EmbeddedModel[Engine[Drafting, Proposal]] | None = None
     if settings.uses_vllm:
         from tandem.engine_vllm.engine import load_vllm
 
@@ -47,23 +48,34 @@ def load_standalone(
             load_config=settings.draft_load_config,
             on_failure=on_failure,
         )
-        head = propose_where_logits_are
-    else:
-        model = load_model(
-            folder, device=settings.compute_device, dtype=settings.compute_dtype, threads=settings.threads
+        engine = Engine(
+            runner,
+            propose_where_logits_are,
+            EngineSettings.of(settings),
+            on_step=on_step,
+            on_failure=on_failure,
         )
-        runner = backends = choose_backends(model, settings.compile, settings.compile_cache)
-        sampler = backends.sampler
-        head = partial(propose_head, sampler=sampler)
+    else:
+
+        def make_engine(backends: Backends) -> Engine[Drafting, Proposal]:
+            head = partial(propose_head, sampler=backends.sampler)
+            return Engine(backends, head, EngineSettings.of(settings), on_step=on_step, on_failure=on_failure)
+
+        model = EmbeddedModel(settings, folder, make_engine)
+        engine = model.make_engine()
+        runner = model.backends
+        sampler = model.backends.sampler
     tokenizer = folder / TOKENIZER_FILE
     return StandaloneProposer(
-        Engine(runner, head, EngineSettings.of(settings), on_step=on_step, on_failure=on_failure),
+        engine,
         settings.draft_top_k,
         settings.draft_support_mass,
         sampler,
         Grammars.of(tokenizer, runner.info),
         drafts_ahead=drafts_ahead,
         vocabularies=Vocabularies(tokenizer, runner.info) if has_vocabularies else None,
+        model=model,
+        fixed_because=VLLM_IS_FIXED if model is None else "",
     )
 
 
@@ -91,6 +103,9 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
         await super().start()
         if self.grammars is not None:
             await self.grammars.prepare()
+
+    def forget_old_weights(self) -> None:
+        self._histories.clear()
 
     @asynccontextmanager
     async def sequence(self, options: DraftOptions) -> AsyncIterator[StandaloneSequence | MappedSequence]:

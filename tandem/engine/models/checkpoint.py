@@ -49,6 +49,19 @@ def find_weights(folder: Path, max_tensors: int | None = None) -> Weights:
     return Weights(files, sum(size > 0 for size in sizes), sum(sizes), frozenset(name for name, _ in shapes))
 
 
+def weights_fingerprint(folder: Path, weights: Weights) -> str:
+    """SHA-256, in hexadecimal, of config.json and of the files of the weights. Folders with the same one hold the same
+    model; another division into files has another one."""
+    digest = hashlib.sha256()
+    for path in (folder / CONFIG_FILE, *weights.files):
+        try:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise unreadable(path, error) from error
+    return digest.hexdigest()
+
+
 def first_of(names: Sequence[str]) -> str:
     """The first name, and the number of others: short enough for a sentence."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -6,8 +6,8 @@ import logging
 import mmap
 import sys
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf, isfinite, isnan, prod
 from pathlib import Path
 from types import EllipsisType
@@ -29,9 +29,10 @@ from tandem.engine.models.checkpoint import (
     first_of,
     open_checkpoint,
     tokenizer_hash,
+    weights_fingerprint,
 )
 from tandem.errors import ConfigurationError, ModelFolderError
-from tandem.model.types import ModelInfo
+from tandem.model.types import ModelInfo, Weights
 from tandem.model_sources.files import refusal
 from tandem.model_sources.hub import model_name
 
@@ -53,6 +54,10 @@ class LoadedModel:
     """True if one forward pass takes tokens of several sequences; see `tandem.engine.models.attention`."""
     dtype: torch.dtype
     device: torch.device
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of its parameters as they were loaded: kernels pack some into other ones."""
+    stored_names: frozenset[str] = frozenset()
+    """Names of the tensors in its checkpoint."""
 
 
 def load_model(
@@ -93,10 +98,13 @@ def load_model(
         parameter_count=sum(parameter.numel() for parameter in module.parameters()),
         rope=_rope(module.config),
         trained_length=_max_length(module.config),
+        weights=Weights(1, weights_fingerprint(checkpoint.folder, checkpoint.weights)),
     )
     loaded = {"model": info.name, "architecture": info.architecture, "parameters": info.parameter_count}
     logger.info("model loaded", extra={**loaded, "dtype": dtype})
-    return LoadedModel(module, info, layers, is_packed, torch_dtype, torch_device)
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    names = checkpoint.weights.names
+    return LoadedModel(module, info, layers, is_packed, torch_dtype, torch_device, shapes, names)
 
 
 def _load_module(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Any:

@@ -669,7 +669,7 @@ class InFlight(Enum):
     FINISH = "finish"
     """They end with the old weights, while new ones wait."""
     ABORT = "abort"
-    """They end at once, and so do their requests."""
+    """They end at once. Their requests go on where the old weights serve, or end as well."""
     RESTART = "restart"
     """They end at once, and their requests go on behind their tokens with the new weights."""
 

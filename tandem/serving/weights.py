@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from tandem.errors import (
-    AbortedError,
     CapacityError,
     ConfigurationError,
     InvalidRequestError,
@@ -211,13 +210,9 @@ def _sleeps(level: int) -> str:
 
 def _ending(reason: str, in_flight: InFlight) -> TandemError | None:
     """The error with which open sequences end; None where they go on to their ends."""
-    match in_flight:
-        case InFlight.FINISH:
-            return None
-        case InFlight.ABORT:
-            return AbortedError(f"{reason}, and was told to abort what is in flight")
-        case InFlight.RESTART:
-            return ServiceUnavailableError(f"{reason}, and was told to restart what is in flight")
+    if in_flight is InFlight.FINISH:
+        return None
+    return ServiceUnavailableError(f"{reason}, and was told to {in_flight.value} what is in flight")
 
 
 def _weights(model: WeightedModel) -> Weights:

@@ -144,7 +144,9 @@ async def over(
 ) -> AsyncIterator[tuple[Client, CoordinatorService]]:
     addresses = ",".join(each.address for each in (target, *others))
     async with AsyncExitStack() as stack:
-        settings = settings_for(addresses, draft and draft.address, service_token=COORDINATOR, **options)
+        settings = settings_for(
+            addresses, draft.address if draft else None, service_token=COORDINATOR, **options
+        )
         service = CoordinatorService(settings)
         await service.start()
         stack.push_async_callback(service.close)

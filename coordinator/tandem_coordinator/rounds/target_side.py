@@ -350,8 +350,6 @@ class FailoverTarget:
         if place is None:
             raise error
         self._leave(place, error)
-        if isinstance(error, AbortedError):
-            raise error
         if self._left is not None:
             self._place = self._left
             self._left = None

@@ -1,6 +1,6 @@
 """The meaning of each status of a draft or target service for the coordinator.
 
-No status of a service is the request's own, but for a target's ABORTED: all others mean "elsewhere". A deadline of the request is known here, and
+No status of a service is the request's own: all of them mean "elsewhere". A deadline of the request is known here, and
 a service that says DEADLINE_EXCEEDED speaks of some other one. Only where no other target goes on does the client
 learn anything, and then in the coordinator's words.
 """
@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 import grpc
 
 from tandem.errors import (
-    AbortedError,
     CapacityError,
     InvalidRequestError,
     PermissionDeniedError,
@@ -36,8 +35,6 @@ MEANINGS: Mapping[grpc.StatusCode, type[TandemError]] = {
     # It refuses the coordinator's token.
     grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
     grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
-    # Its operator ended what was in flight: a target's word ends the request.
-    grpc.StatusCode.ABORTED: AbortedError,
     # A service of ours has no reason to say these: it has a defect, or something between speaks in its place.
     grpc.StatusCode.CANCELLED: ProtocolError,
     grpc.StatusCode.UNKNOWN: ProtocolError,
@@ -45,6 +42,7 @@ MEANINGS: Mapping[grpc.StatusCode, type[TandemError]] = {
     grpc.StatusCode.NOT_FOUND: ProtocolError,
     grpc.StatusCode.ALREADY_EXISTS: ProtocolError,
     grpc.StatusCode.FAILED_PRECONDITION: ProtocolError,
+    grpc.StatusCode.ABORTED: ProtocolError,
     grpc.StatusCode.OUT_OF_RANGE: ProtocolError,
     grpc.StatusCode.UNIMPLEMENTED: ProtocolError,
     grpc.StatusCode.INTERNAL: ProtocolError,

@@ -22,6 +22,10 @@ _SAME = ("architecture", "vocabulary_size", "tokenizer_hash", "trained_length", 
 """What replaced weights have in common with the present ones, by field of `ModelInfo`."""
 
 
+_CONTINUED = 16
+"""Earlier weights whose sequences may go on, the latest: a request lives for few loads."""
+
+
 @dataclass(frozen=True, slots=True)
 class EmbeddedCandidate:
     """Weights that were read and checked and do not serve yet."""
@@ -62,7 +66,7 @@ class EmbeddedModel(Generic[EngineT]):
         present = self.info.weights
         assert found is not None
         assert present is not None
-        before = (present.fingerprint, *present.continued_fingerprints) if continues else ()
+        before = (present.fingerprint, *present.continued_fingerprints)[:_CONTINUED] if continues else ()
         weights = Weights(version, found.fingerprint, before)
         model = replace(loaded, info=replace(self.info, weights=weights))
         return EmbeddedCandidate(self._choose(model), folder)

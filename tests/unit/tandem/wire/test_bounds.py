@@ -71,7 +71,8 @@ def filled(kind: type[Message], path: tuple[str, ...]) -> Message:
         part = inner.add() if part.DESCRIPTOR.fields_by_name[name].is_repeated else inner
     field, values = part.DESCRIPTOR.fields_by_name[path[-1]], getattr(part, path[-1])
     if field.message_type is None:
-        values.extend([1] * MOST)
+        is_text = field.type == field.TYPE_STRING
+        values.extend(["1" if is_text else 1] * MOST)
     elif field.message_type.GetOptions().map_entry:
         values.update(dict.fromkeys(range(MANY), 1.0))
     else:

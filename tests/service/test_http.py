@@ -16,7 +16,7 @@ import pytest
 import trustme
 from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError, RateLimitError
 
-from tandem.errors import ConfigurationError
+from tandem.errors import ConfigurationError, ServiceUnavailableError
 from tandem.model.types import SamplingDefaults
 from tandem.v1 import target_pb2
 from tandem_coordinator.http import bodies as reading
@@ -216,7 +216,7 @@ async def test_requests_that_outlast_the_drain_end_with_an_error() -> None:
         stream = await client.completions.create(model="fake", prompt=[10], max_tokens=50, stream=True)
         pieces = aiter(stream)
         await anext(pieces)
-        cluster.calls.cut_off("it has drained for as long as it may")
+        cluster.calls.cut_off(ServiceUnavailableError("it has drained for as long as it may"))
         with pytest.raises(APIError, match="it has drained for as long as it may"):
             async for _ in pieces:
                 pass

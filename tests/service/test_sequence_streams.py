@@ -301,7 +301,7 @@ async def test_a_draining_server_accepts_no_sequence_and_ends_none() -> None:
         assert not await calls.end(0.01), "a drain waits for running sequences"
         both.service.released.set()
         assert await asyncio.gather(*held) == [HOLD, HOLD]
-        calls.cut_off("it has drained for as long as it may")
+        calls.cut_off(ServiceUnavailableError("it has drained for as long as it may"))
         with pytest.raises(ServiceUnavailableError, match="for as long as it may"):
             await first.ask(2)
 

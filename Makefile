@@ -163,17 +163,9 @@ $(VLLM_GPU)/.installed: pyproject.toml | $(GENERATED)
 	$(VLLM_GPU)/bin/python -m pip install --quiet -e '.[engine,vllm,hub]' -e packages/tandem-vllm
 	@touch $@
 
-# A pair with one tokenizer, no licence to accept, and together 18 GB in bfloat16. Each run takes the GPUs for itself, so
-# no services of ours run beside vLLM's offline engine. After one that fails the others go on.
-ON_GPU = $(VLLM_GPU)/bin/python -P -m benchmarks --pair Qwen/Qwen3-8B:Qwen/Qwen3-0.6B --device cuda --no-prefix \
-	--batch 1,16,64 --max-tokens 128 --vllm-python $(CURDIR)/$(VLLM_GPU)/bin/python \
-	--json benchmarks/results/gpu_$(1).json --markdown benchmarks/results/gpu_$(1).md
-bench-gpu: $(VLLM_GPU)/.installed ## Measure this machine's GPUs with both engines and write reports
-	-$(call ON_GPU,engine_vllm) --engine vllm --contenders target-alone,speculative $(ARGS)
-	-$(call ON_GPU,engine_tandem) --engine tandem --steps \
-		--contenders target-alone,speculative,speculative-ahead,one-process $(ARGS)
-	-$(call ON_GPU,vllm) --no-phases --contenders vllm $(ARGS)
-	-$(call ON_GPU,vllm_draft) --no-phases --contenders vllm-draft $(ARGS)
+# In pieces of at most eight minutes, which go on where they ended: make bench-gpu ARGS="--pair TARGET:DRAFT --head HEAD"
+bench-gpu: $(VLLM_GPU)/.installed ## Measure this machine's GPU with both engines, a line of JSON for each piece
+	$(VLLM_GPU)/bin/python -P -m benchmarks.gpu --results benchmarks/results/gpu.jsonl $(ARGS)
 
 # Three runs of five to ten minutes on two quiet cores. Other engines: make bench-results ARGS="--vllm-python PYTHON"
 # Many requests at once find the length of their proposals in the first rounds, so there must be more of those, each

@@ -378,11 +378,15 @@ def _vllm(title: str, mode: str, ahead: str = "") -> Kind:
 
     def start(setup: Setup) -> AbstractAsyncContextManager[Contender]:
         plug_in = {"TANDEM_VLLM_DRAFT_ADDRESS": setup.draft_address, "TANDEM_VLLM_DRAFT_AHEAD": ahead}
-        extra = {"mode": mode, "ahead": ahead, "environment": plug_in if mode == "tandem" else {}}
+        head = str(setup.head_folder(mode) or "") if mode in HEAD_METHODS else ""
+        own = plug_in if mode == "tandem" else {}
+        extra = {"mode": mode, "ahead": ahead, "own_head": head, "environment": own}
         return _peer(setup, setup.settings.vllm_python, "benchmarks.peers", "vllm", **extra)
 
     def absent(setup: Setup) -> str:
-        return "" if setup.settings.vllm_python else "name a Python that has vLLM with --vllm-python"
+        if not setup.settings.vllm_python:
+            return "name a Python that has vLLM with --vllm-python"
+        return _no_head(mode, setup) if mode in HEAD_METHODS else ""
 
     return Kind(title, start, shares_models=mode == "tandem", absent=absent)
 
@@ -458,6 +462,7 @@ CONTENDERS: dict[str, Kind] = {
     "vllm": _vllm("vLLM", "alone"),
     "vllm-ngram": _vllm("vLLM, ngram", "ngram"),
     "vllm-draft": _vllm("vLLM, draft model", "draft_model"),
+    "vllm-eagle3": _vllm("vLLM, EAGLE-3", "eagle3"),
     "vllm-tandem": _vllm("vLLM, Tandem's drafts", "tandem", "off"),
     "vllm-tandem-ahead": _vllm("vLLM, Tandem's drafts, ahead", "tandem", "auto"),
     "max": Kind("MAX", _max, absent=_no_max),

@@ -275,11 +275,11 @@ def load_transformers(setup: dict[str, Any]) -> Run:  # noqa: C901 - one engine,
     return run
 
 
-# ---- vLLM's offline engine: alone, with its n-gram drafts, with the draft model, or with Tandem's draft service
+# ---- vLLM's offline engine: alone, with its n-gram drafts, with the draft model, with a head, or with Tandem's service
 
 
 def load_vllm(setup: dict[str, Any]) -> Run:
-    """Load the engine. `mode` is alone, ngram, draft_model or tandem, which reads `environment` for its options."""
+    """Load the engine. `mode` is alone, tandem, whose options are in `environment`, or a method of vLLM's."""
     os.environ.update(setup["environment"])
     # In this process, where a paced model must be: one hop less than vLLM's default, so nothing is held against it.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -293,7 +293,8 @@ def load_vllm(setup: dict[str, Any]) -> Run:
     mend_expansion()
     mode, speculation = setup["mode"], dict[str, Any]()
     if drafts := _VLLM_DRAFTS.get(mode):
-        own = {"model": setup["draft"]} if mode == "draft_model" else {}
+        models = {"draft_model": setup["draft"], "eagle3": setup["own_head"]}
+        own = {"model": models[mode]} if mode in models else {}
         config = {**drafts, **own, "num_speculative_tokens": setup["num_speculative_tokens"]}
         speculation["speculative_config"] = config
     if mode == "tandem":
@@ -335,6 +336,7 @@ def mend_expansion() -> None:
 _VLLM_DRAFTS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
     "draft_model": {"method": "draft_model", "draft_sample_method": "probabilistic"},
+    "eagle3": {"method": "eagle3"},
     "tandem": {"method": "custom_class", "model": "tandem_vllm.TandemProposer"},
 }
 """vLLM's options of speculative decoding by mode."""

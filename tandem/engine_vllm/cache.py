@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from tandem.engine_vllm.heads import VllmHeads
 
 _numbers = count(1)
+_WITH_PAIRS = " with a head's pairs"
+"""Behind a scope: blocks in which a head finds what it has read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +139,7 @@ class BlockCache:
         held = self._held.get(sequence)
         if self.heads is not None and not self.has_windows:
             # Computed once more where a head has not read it. With windows that could be much.
-            known = self.heads.known_length(sequence)
+            known = self.heads.wanted_length(sequence)
             if known is not None and known < sequence.computed_length:
                 sequence.computed_length = known
         if held is not None:
@@ -146,7 +148,10 @@ class BlockCache:
             self._let_go(sequence)
             sequence.restart()
         name = f"{sequence.serial}.{next(_numbers)}"
-        request = BlockRequest(name, sequence.token_ids, self.running, cache_salt=sequence.scope or None)
+        salt = sequence.scope
+        if self.heads is not None and self.heads.has_pairs(sequence):
+            salt += _WITH_PAIRS
+        request = BlockRequest(name, sequence.token_ids, self.running, cache_salt=salt or None)
         self._held[sequence] = held = _Held(request)
         if self.hasher is None or sequence.is_private:
             return
@@ -158,7 +163,7 @@ class BlockCache:
         if length and self._allocate(held, 0, length, blocks):
             sequence.advance_reused(length)
             held.published = held.shortest = length
-            if self.heads is not None:
+            if self.heads is not None and self.heads.has_pairs(sequence):
                 self.heads.adopt(sequence, length)
 
     def is_ready(self, sequence: Sequence, end: int) -> bool:
@@ -281,13 +286,15 @@ class BlockCache:
         held = self._held.pop(sequence, None)
         if held is None:
             return
+        if self.heads is not None:
+            self.heads.lose(sequence)
         self.manager.free(held.request)
         if held.sent is not None:
             self._finished.append(held.request.request_id)
 
     def _publish(self, sequence: Sequence, held: _Held, length: int) -> None:
         """Make the full blocks of the first `length` tokens known to others, as far as a head has read them."""
-        known = None if self.heads is None else self.heads.known_length(sequence)
+        known = None if self.heads is None else self.heads.read_length(sequence)
         if known is not None:
             length = min(length, known)
         if length - held.published < self.block_tokens or self.hasher is None or sequence.is_private:

@@ -287,8 +287,6 @@ class VllmSteps(StepBackend):
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Any:
         """See `StepBackend`; returns `RemoteLogits`."""
         heads = self._model.heads
-        if heads is not None:
-            heads.begin_step()
         row_counts = _row_counts(segments, rows)
         step = self._cache.step(segments, row_counts)
         try:

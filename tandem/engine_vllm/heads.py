@@ -64,6 +64,8 @@ class _Read:
     """The token of each of its pairs: that of position 0 is the sequence's second token."""
     kept: int = 0
     """First pairs that nothing has changed since."""
+    is_asked: bool = False
+    """True if the step that was asked for last wants a proposal; otherwise the head may rest."""
     proposal: tuple[int, ...] = ()
     length: int = -1
     """Length of the sequence that it extends."""
@@ -80,7 +82,10 @@ class _Read:
 
 
 class VllmHeads:
-    """Drafts by a head that vLLM runs beside its target. See `Drafter` for `propose`, `keep` and `release`."""
+    """Drafts by a head that vLLM runs beside its target. See `Drafter` for `propose`, `begin` and `release`.
+
+    A sequence that never asks for a proposal has no pairs, and its blocks none: they are known apart from the others.
+    """
 
     overdue_seconds = 0.0
     """The workers' steps are watched where they are called."""
@@ -97,6 +102,8 @@ class VllmHeads:
         self._read: dict[Sequence, _Read] = {}
         self._unread: list[_LastPart] = []
         """Parts of the last step, until the head has read them."""
+        self._lost: set[Sequence] = set()
+        """Sequences that have lost their blocks since."""
         self._failures = 0
         self.step_profile = StepProfile()
 
@@ -111,30 +118,47 @@ class VllmHeads:
     # ---- the target's steps
 
     def begin_step(self) -> None:
-        """Have the head read what the last step has left, before another step takes its place."""
+        """Have the head read what the last step has left, before another one takes its place."""
         self._read_last((), 0)
 
     def end_step(self, segments: SequenceOf[Segment], row_counts: SequenceOf[int]) -> None:
         """Take note of a step that has run; its tokens do not count as computed yet."""
         if self._failures >= _MAX_FAILURES:
             return
+        self._lost.clear()
         self._unread = [
             _LastPart(segment.sequence, segment.start, segment.token_ids, max(rows - 1, 0))
             for segment, rows in zip(segments, row_counts, strict=True)
         ]
 
-    def known_length(self, sequence: Sequence) -> int | None:
+    def has_pairs(self, sequence: Sequence) -> bool:
+        """True if the sequence's blocks have the head's pairs, as far as it has read."""
+        return self._has_pairs and sequence in self._read
+
+    def read_length(self, sequence: Sequence) -> int | None:
         """How many of the sequence's first positions the head has read; None where that does not matter."""
-        own = self._read.get(sequence)
-        if not self._has_pairs or own is None or self._failures >= _MAX_FAILURES:
+        if not self.has_pairs(sequence) or self._failures >= _MAX_FAILURES:
             return None
-        return own.count_valid(sequence.token_ids)
+        return self._read[sequence].count_valid(sequence.token_ids)
+
+    def wanted_length(self, sequence: Sequence) -> int | None:
+        """The same; None where the head rests, too."""
+        own = self._read.get(sequence)
+        return self.read_length(sequence) if own is not None and own.is_asked else None
 
     def adopt(self, sequence: Sequence, length: int) -> None:
         """Take over the pairs of a prefix that another sequence has left in the cache, so many tokens."""
-        own = self._read.setdefault(sequence, _Read())
+        own = self._read[sequence]
         own.pairs = sequence.token_ids[1 : length + 1]
         own.kept = len(own.pairs)
+
+    def lose(self, sequence: Sequence) -> None:
+        """The sequence has lost its blocks, and the head its pairs."""
+        own = self._read.get(sequence)
+        if own is not None:
+            own.pairs.clear()
+            own.kept = 0
+            self._lost.add(sequence)
 
     # ---- proposals
 
@@ -148,13 +172,21 @@ class VllmHeads:
         cost = StepCost(seconds, parts, parts * wanted) if parts else None
         return [self._take(job, cost) for job in jobs]
 
-    def keep(self, sequence: Sequence, length: int) -> None:
-        own = self._read.get(sequence)
-        if own is not None:
-            own.kept = min(own.kept, max(length - 1, 0))
+    def begin(self, job: Job[RowRequest]) -> None:
+        # A warm-up has no payload
+        request: RowRequest | None = job.payload
+        is_asked = request is not None and bool(request.step.own_tokens)
+        own = self._read.get(job.sequence)
+        if own is None:
+            if not is_asked:
+                return
+            own = self._read[job.sequence] = _Read()
+        own.is_asked = is_asked
+        own.kept = min(own.kept, max(job.delta.base_length - 1, 0))
 
     def release(self, sequence: Sequence) -> None:
         self._read.pop(sequence, None)
+        self._lost.discard(sequence)
 
     def _take(self, job: Job[RowRequest], cost: StepCost | None) -> Proposal:
         length = job.sequence.length + 1
@@ -179,7 +211,7 @@ class VllmHeads:
     def _read_last(self, jobs: SequenceOf[Job[RowRequest]], count: int) -> None:
         """Have the head read the last step, and draft so many tokens behind it for these jobs."""
         parts, self._unread = self._unread, []
-        if not parts:
+        if not any(self._is_asked(part.sequence) for part in parts):
             return
         wanted = {job.sequence: job for job in jobs}
         ends = [self._end_of(part, wanted.get(part.sequence)) for part in parts]
@@ -198,20 +230,25 @@ class VllmHeads:
                 own.proposal = tuple(token_ids)
                 own.length = part.start + part.certain_count + end.accepted_count + 1
 
+    def _is_asked(self, sequence: Sequence) -> bool:
+        own = self._read.get(sequence)
+        return own is not None and own.is_asked
+
     def _end_of(self, part: _LastPart, job: Job[RowRequest] | None) -> RoundEnd:
         """What a part's round came to, by the sequence's tokens now, and by the one that its job withholds; its pairs
         are noted."""
         sequence = part.sequence
-        if sequence.is_released:
+        own = self._read.get(sequence)
+        if own is None or sequence in self._lost or sequence.is_released:
             return RoundEnd(0, None)
         text = sequence.token_ids[part.start :]
         if job is not None and job.withheld is not None:
             text.append(job.withheld)
         same = common_length(part.token_ids, text)
-        own = self._read.setdefault(sequence, _Read())
         own.length = -1
-        missing = part.start - len(own.pairs)
-        own.pairs += [-1] * missing
+        if own.count_valid(sequence.token_ids) < part.start:
+            # It has rested, and missed what lies before: that is read first, see `wanted_length`.
+            return RoundEnd(max(same - part.certain_count, 0), None)
         own.pairs[part.start :] = text[1 : same + 1]
         own.kept = min(own.kept, part.start)
         if same < part.certain_count or same == len(text):

@@ -98,11 +98,15 @@ class HeadDrafter:
     def overdue_seconds(self) -> float:
         return self._engine.overdue_seconds
 
-    def keep(self, sequence: CachedSequence, length: int) -> None:
-        own = self._drafted.get(sequence)
+    def begin(self, job: Job[RowRequest]) -> None:
+        own = self._drafted.get(job.sequence)
         if own is not None:
+            length = job.delta.base_length
             own.read_length = min(own.read_length, self._pairs_of(length))
             own.kept_length = min(own.kept_length, length)
+
+    def begin_step(self) -> None:
+        """The head reads the target's states when it is asked."""
 
     def release(self, sequence: CachedSequence) -> None:
         own = self._drafted.pop(sequence, None)

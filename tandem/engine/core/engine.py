@@ -621,7 +621,7 @@ class RowEngine(Engine[RowRequest, Verification]):
 
     def _start_job(self, job: Job[RowRequest] | None) -> None:
         if job is not None and self._drafter is not None:
-            self._drafter.keep(job.sequence, job.delta.base_length)
+            self._drafter.begin(job)
         super()._start_job(job)
 
     def _free(self, sequence: Sequence) -> None:
@@ -635,12 +635,14 @@ class RowEngine(Engine[RowRequest, Verification]):
             for job in self._running.values()
             if job.withheld is not None and not job.sequence.pending_count
         ]
-        if not ready or self._drafter is None:
+        if self._drafter is None:
             return
         # The answers leave first: nobody waits for what is drafted behind them.
         self._deliver()
-        for job, proposal in zip(ready, self._drafter.propose(ready), strict=True):
-            self._add_proposal(job, proposal)
+        if ready:
+            for job, proposal in zip(ready, self._drafter.propose(ready), strict=True):
+                self._add_proposal(job, proposal)
+        self._drafter.begin_step()
 
     def _add_proposal(self, job: Job[RowRequest], proposal: Proposal) -> None:
         assert job.withheld is not None

@@ -89,8 +89,11 @@ class Drafter(Protocol):
     def propose(self, jobs: SequenceOf[Job[Any]]) -> SequenceOf[Proposal]:
         """A proposal for each job, behind the token that it withholds; an empty one where there is none."""
 
-    def keep(self, sequence: Sequence, length: int) -> None:
-        """The sequence's tokens from `length` on are about to change."""
+    def begin(self, job: Job[Any]) -> None:
+        """A job is about to apply its delta, with which its sequence's tokens change from there on."""
+
+    def begin_step(self) -> None:
+        """A step begins, for which proposals have been made where any were wanted."""
 
     def release(self, sequence: Sequence) -> None:
         """The sequence is gone."""

@@ -179,12 +179,17 @@ class FakeHeadWorker(FakeWorker):
     max_length: int = 64
     pairs: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     left: list[tuple[Part, list[int]]] = field(default_factory=list)
+    shares_blocks: bool = False
+    """Sequences share what they read. A block's last pair holds a token of the next block, so it may be another's, as
+    in vLLM: no hash tells."""
     stale_count: int = 0
     """Proposals behind pairs that are not the sequence's."""
     proposed_count: int = 0
+    read_count: int = 0
+    """Steps that the head has read."""
 
     def tandem_step(self, step: Step) -> None:
-        assert not self.left, "the head has not read the last step"
+        self.left = []
         super().tandem_step(step)
 
     def step_ran(self, part: Part, places: list[tuple[int, int]], token_ids: list[int]) -> None:
@@ -192,6 +197,7 @@ class FakeHeadWorker(FakeWorker):
 
     def tandem_propose(self, ends: SequenceOf[RoundEnd], count: int) -> list[list[int]]:
         left, self.left = self.left, []
+        self.read_count += 1
         return [self._read(*each, end, count) for each, end in zip(left, ends, strict=True)]
 
     def _read(self, part: Part, token_ids: list[int], end: RoundEnd, count: int) -> list[int]:
@@ -203,9 +209,11 @@ class FakeHeadWorker(FakeWorker):
         text = [*token_ids[:kept_length], following[kept_length - 1]]
         proposal: list[int] = []
         if count and end.next_token_id is not None:
-            read = [self.pairs[self._place(part, at)] for at in range(kept_length)]
-            is_stale = read != [tuple(text[: at + 2]) for at in range(kept_length)]
-            self.stale_count += is_stale
+            self.stale_count += any(
+                self.pairs.get(self._place(part, at)) != tuple(text[: at + 2])
+                for at in range(kept_length)
+                if not (self.shares_blocks and at % BLOCK_TOKENS == BLOCK_TOKENS - 1)
+            )
             self.proposed_count += 1
             for _ in range(count):
                 proposal.append(int(expected_logits([*text, *proposal]).argmax()))

@@ -84,9 +84,11 @@ class Request:
         prompt: Sequence[int],
         token_count: int = 4,
         grammar: Grammar | None = None,
+        scope: str = "",
     ) -> None:
         self._verifier = verifier
         self._grammar = grammar
+        self._scope = scope
         self._name = name
         self._token_count = token_count
         self._sent = 0
@@ -101,7 +103,12 @@ class Request:
         prompt_length, grammar = len(self.tokens), self._grammar
         terms = AcceptanceTerms("greedy")
         options = TargetOptions(
-            self._name, GREEDY, prompt_length=prompt_length, grammar=grammar, acceptance=terms
+            self._name,
+            GREEDY,
+            scope=self._scope,
+            prompt_length=prompt_length,
+            grammar=grammar,
+            acceptance=terms,
         )
         async with self._verifier.sequence(options) as verified:
             while len(self.tokens) < end:

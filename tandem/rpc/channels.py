@@ -61,6 +61,9 @@ _CHANNEL_OPTIONS: ChannelOptions = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
+_MAX_LIMIT_BYTES = 2**31 - 1
+"""gRPC keeps the limit in an int. What a target says of its vocabulary may come to more."""
+
 
 def open_channel(
     address: str,
@@ -85,7 +88,7 @@ def _open(
     options: list[tuple[str, int | str]] = [
         *specific,
         *_CHANNEL_OPTIONS,
-        ("grpc.max_receive_message_length", message_limit_bytes),
+        ("grpc.max_receive_message_length", min(message_limit_bytes, _MAX_LIMIT_BYTES)),
     ]
     if credentials.server_name:
         options.append(("grpc.ssl_target_name_override", credentials.server_name))

@@ -10,6 +10,7 @@ import pytest
 from tandem.config.settings import load_settings
 from tandem.errors import ConfigurationError
 from tandem.rpc.addresses import Address, resolve, split_addresses
+from tandem.rpc.channels import open_channel
 from tandem.rpc.credentials import ReloadedFile
 from tandem_coordinator.settings.coordinator import CoordinatorSettings
 
@@ -116,3 +117,8 @@ def test_an_invalid_file_is_logged_once(
     file.write_bytes(b"")
     assert [renewed.value for _ in range(100)] == ["first"] * 100
     assert messages(caplog) == [REFUSED]
+
+
+async def test_a_limit_may_be_larger_than_grpc_can_say() -> None:
+    """A target's vocabulary decides it, and whoever answers as one may say anything of that."""
+    await open_channel("127.0.0.1:1", 2**40).close()

@@ -246,7 +246,7 @@ class VllmHeads:
             text.append(job.withheld)
         same = common_length(part.token_ids, text)
         own.length = -1
-        if own.count_valid(sequence.token_ids) < part.start:
+        if self._has_pairs and own.count_valid(sequence.token_ids) < part.start:
             # It has rested, and missed what lies before: that is read first, see `wanted_length`.
             return RoundEnd(max(same - part.certain_count, 0), None)
         own.pairs[part.start :] = text[1 : same + 1]

@@ -76,6 +76,7 @@ async def test_reasoning_is_apart_from_the_content(tmp_path: Path) -> None:
     async with cluster_of(tmp_path, REASONED, template=THINKING) as cluster:
         message, reasoning, content = await answered(cluster)
         assert (message.reasoning_content, message.content) == (reasoning, content)
+        assert getattr(message, "reasoning", "") == reasoning
         assert (reasoning, content) == ("It is March.", "Mild.")
         message, reasoning, content = await answered(cluster, extra_body={"include_reasoning": False})
         assert not hasattr(message, "reasoning_content")

@@ -409,8 +409,9 @@ class ChatAnswer(ChoicesAnswer):
         if said.calls is not None:
             message["content"] = content or None
             message |= {"tool_calls": said.calls} if said.calls else {}
-            with_reasoning = said.reasoning and self._with_reasoning
-            message |= {"reasoning_content": said.reasoning} if with_reasoning else {}
+            if said.reasoning and self._with_reasoning:
+                # vLLM's name, and that of DeepSeek, SGLang and older versions of vLLM.
+                message |= {"reasoning": said.reasoning, "reasoning_content": said.reasoning}
         if is_piece:
             return {"delta": {**({"role": "assistant"} if is_first else {}), **message}}
         return {"message": {"role": "assistant", **message, "refusal": None}}

@@ -10,7 +10,8 @@ import grpc.aio
 
 from tandem.config.names import BOUND_METHODS, checkpoint_method
 from tandem.errors import ConfigurationError
-from tandem.serving.model_service import WEIGHTS_SERVICE, ModelService, ServedModel
+from tandem.serving.model_service import ModelService, ServedModel
+from tandem.serving.weights_servicer import WEIGHTS_SERVICE
 from tandem.v1 import draft_pb2, draft_pb2_grpc
 from tandem_draft.proposers import Proposer
 from tandem_draft.proposers.ngram import ngram_proposer

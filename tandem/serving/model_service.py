@@ -18,11 +18,11 @@ from tandem.model_sources.bundled import require_engine
 from tandem.serving.interceptors import RunningCalls
 from tandem.serving.server import Service, announce, in_daemon_thread
 from tandem.serving.streams import SequenceStreams
-from tandem.serving.weights import WeightsControl, WeightsServicer
+from tandem.serving.weights import WeightsControl
+from tandem.serving.weights_servicer import register_weights
 from tandem.telemetry.progress import Progress
 from tandem.telemetry.settings import TelemetryOptions, is_observed
 from tandem.telemetry.streams import NO_SERVICE_OBSERVER, ServiceObserver
-from tandem.v1 import weights_pb2, weights_pb2_grpc
 
 if TYPE_CHECKING:
     from tandem.engine.interface import KvUsage
@@ -52,9 +52,6 @@ class ServedModel(Protocol):
         """Stop, and release the model."""
 
 
-WEIGHTS_SERVICE = weights_pb2.DESCRIPTOR.services_by_name["WeightsService"].full_name
-
-
 class ModelService(Service):
     """Loads its models in the background, and reports what they do."""
 
@@ -81,7 +78,7 @@ class ModelService(Service):
         return settings.model_copy(update={"model": checked_folder(settings, reference)})
 
     def register(self, server: grpc.aio.Server) -> None:
-        weights_pb2_grpc.add_WeightsServiceServicer_to_server(WeightsServicer(self._weights), server)
+        register_weights(server, self._weights)
 
     def open_other_endpoints(self, calls: RunningCalls) -> None:
         for streams in self.streams:

@@ -20,12 +20,7 @@ from tandem.errors import (
     TandemError,
 )
 from tandem.model.types import InFlight, ModelInfo, Weights
-from tandem.serving.interceptors import Context
 from tandem.serving.server import Readiness, in_daemon_thread
-from tandem.v1 import weights_pb2
-from tandem.v1.weights_pb2_grpc import WeightsServiceServicer
-from tandem.wire.common import WEIGHTS
-from tandem.wire.weights import IN_FLIGHT
 
 logger = logging.getLogger(__name__)
 
@@ -244,28 +239,3 @@ def folder_below(root: Path | None, path: str) -> Path:
     except (OSError, RuntimeError):
         raise InvalidRequestError(f"path is {path!r}, which cannot be read") from None
     return folder
-
-
-class WeightsServicer(WeightsServiceServicer):
-    """Translates."""
-
-    def __init__(self, control: WeightsControl) -> None:
-        self._control = control
-
-    async def LoadWeights(
-        self, request: weights_pb2.LoadWeightsRequest, context: Context
-    ) -> weights_pb2.LoadWeightsResponse:
-        weights, ended = await self._control.load(
-            request.path, IN_FLIGHT.decode(request.in_flight or weights_pb2.IN_FLIGHT_FINISH), request.version
-        )
-        return weights_pb2.LoadWeightsResponse(weights=WEIGHTS.to_proto(weights), ended_sequence_count=ended)
-
-    async def Sleep(self, request: weights_pb2.SleepRequest, context: Context) -> weights_pb2.SleepResponse:
-        in_flight = IN_FLIGHT.decode(request.in_flight or weights_pb2.IN_FLIGHT_FINISH)
-        weights, ended = await self._control.sleep(request.level, in_flight)
-        return weights_pb2.SleepResponse(weights=WEIGHTS.to_proto(weights), ended_sequence_count=ended)
-
-    async def WakeUp(
-        self, request: weights_pb2.WakeUpRequest, context: Context
-    ) -> weights_pb2.WakeUpResponse:
-        return weights_pb2.WakeUpResponse(weights=WEIGHTS.to_proto(await self._control.wake_up()))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import grpc.aio
 
-from tandem.serving.model_service import WEIGHTS_SERVICE, ModelService, ServedModel
+from tandem.serving.model_service import ModelService, ServedModel
+from tandem.serving.weights_servicer import WEIGHTS_SERVICE
 from tandem.v1 import target_pb2, target_pb2_grpc
 from tandem_target.chosen_head import chosen_head
 from tandem_target.servicer import TargetServicer

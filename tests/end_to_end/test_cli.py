@@ -49,7 +49,7 @@ def test_json_contains_every_field(expected: Any) -> None:
     assert {"text", "token_ids", "finish_reason", "usage", "speculation", "timing"} <= set(expected)
     assert expected["text"]
     assert expected["finish_reason"] == "length"
-    usage = expected["usage"]
+    usage = dict(expected["usage"])
     assert 0 <= usage.pop("cached_tokens") < len(token_ids)
     assert usage == {"prompt_tokens": len(token_ids), "completion_tokens": 24}
     assert len(expected["token_ids"]) == 24

@@ -83,33 +83,42 @@ def pieces(settings: CampaignSettings) -> Iterator[Piece]:
     """The campaign, in order of worth."""
     tests = _SMALL_TESTS if settings.small else _TESTS
     words = ("-m", "pytest", "-q", "-m", "not soak", "-p", "no:cacheprovider")
+    vllm = (str(settings.vllm_python),)
     if settings.wheels is not None:
         install = ("-m", "pip", "install", "--no-index", "--find-links", str(settings.wheels), "vllm")
         yield Piece("packages", "install what the engine needs", (str(settings.vllm_python), *install))
     yield Piece("tests", "the embedded engine's tests on the device", (sys.executable, *words, *tests))
     batches = "1" if settings.small else "1,16"
-    engine = ("--engine", "vllm")
-    yield _bench(
-        settings,
-        "text",
-        "greedy text of a target that vLLM runs, beside vLLM itself",
-        *(*engine, "--batch", "1", "--temperature", "0", "--contenders", "target-alone,vllm"),
-    )
+    texts = ("tests/vllm/test_engine.py", "-k", "texts_are and llama" if settings.small else "texts_are")
+    yield Piece("text", "texts of a target that vLLM runs are transformers'", (*vllm, *words, *texts))
+    common = ("--batch", batches, "--temperature", "0")
+    # vLLM's own loop takes the GPU for itself, so no services of ours run beside it.
     yield _bench(
         settings,
         "draft",
-        "a separate draft, beside vLLM alone, with the draft model and with n-gram",
-        *(*engine, "--batch", batches, "--temperature", "0"),
-        *("--contenders", "target-alone,speculative,vllm,vllm-draft,vllm-ngram"),
+        "a separate draft, with targets and drafts that vLLM runs",
+        *(*common, "--engine", "vllm", "--contenders", "target-alone,speculative"),
     )
-    has_head = settings.head is not None or settings.small
+    yield _bench(
+        settings,
+        "vllm",
+        "vLLM's own loop: alone, with the draft model, with n-gram",
+        *(*common, "--contenders", "vllm,vllm-draft,vllm-ngram"),
+    )
+    absent = "" if settings.head is not None or settings.small else _NO_HEAD
     yield _bench(
         settings,
         "head",
-        "vLLM's EAGLE-3 in the target's steps, beside vLLM's own loop",
-        *(*engine, "--batch", batches, "--temperature", "0"),
-        *("--contenders", "target-alone,eagle3,vllm-eagle3"),
-        absent="" if has_head else _NO_HEAD,
+        "vLLM's EAGLE-3 in the target's steps",
+        *(*common, "--engine", "vllm", "--contenders", "target-alone,eagle3"),
+        absent=absent,
+    )
+    yield _bench(
+        settings,
+        "vllm-head",
+        "vLLM's own loop with EAGLE-3",
+        *(*common, "--contenders", "vllm-eagle3"),
+        absent=absent,
     )
     yield _bench(
         settings,

@@ -121,7 +121,7 @@ def turned_halves(x: Tensor, theta: float = 10000.0, first: int = 0) -> Tensor:
 
 # ---- EAGLE-3
 
-HEADS, KV_HEADS, HEAD_DIM, MLP = 2, 1, 32, 48  # vLLM's kernels for CPUs know no narrower heads
+HEADS, KV_HEADS, HEAD_DIM, MLP = 2, 1, 16, 48
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 

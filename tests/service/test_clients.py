@@ -92,8 +92,9 @@ def test_options_are_the_fields_of_a_request() -> None:
     del fields["prompt"]
     options = get_type_hints(Options)
     assert set(options) == set(fields)
-    # Stop strings and ids may come in any sequence, and one stop string by itself.
-    assert {name for name in options if options[name] != fields[name]} == {"stop", "stop_token_ids"}
+    # They may come in any sequence, and one stop string by itself.
+    any_sequence = {"stop", "stop_token_ids", "allowed_token_ids", "bad_words"}
+    assert {name for name in options if options[name] != fields[name]} == any_sequence
 
 
 @BOTH

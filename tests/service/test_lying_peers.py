@@ -434,4 +434,6 @@ async def test_a_false_description_is_refused_or_served(
 
         served = sum(await asyncio.gather(*[lie_some() for _ in range(LANES)]))
     check_logs(caplog.records)
-    assert 0 < served < examples
+    assert served > 0
+    # Some of a few descriptions may all be served.
+    assert served < examples or examples < IN_FULL

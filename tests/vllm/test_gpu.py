@@ -21,4 +21,4 @@ def test_every_piece_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     records = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
     ended = {each["piece"]: (each["exit_code"], each["said"]) for each in records}
     assert all(code == 0 for code, _ in ended.values()), ended
-    assert list(ended) == ["tests", "text", "draft", "head", "steps", "paced"]
+    assert list(ended) == ["tests", "text", "draft", "vllm", "head", "vllm-head", "steps", "paced"]

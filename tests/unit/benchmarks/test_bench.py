@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,12 +15,14 @@ import pytest
 from benchmarks import bench
 from benchmarks.bench import parse
 from benchmarks.contenders import CONTENDERS, Setup, prepared
+from benchmarks.gpu import CampaignSettings, pieces
 from benchmarks.pace import Pace
 from benchmarks.peers import Answer, Contender, Outcome, Workload
+from tandem.config.settings import load_settings
 from tandem.engine.core.jobs import StepRecord
 from tandem.errors import ConfigurationError
 from tandem_load.common import rotated
-from tests.paths import DEMO_DRAFT, ROOT
+from tests.paths import DEMO_DRAFT
 
 
 def test_everything_that_is_wrong_is_said_at_once() -> None:
@@ -84,13 +85,13 @@ def test_a_step_sleeps_for_what_is_left_of_its_time(monkeypatch: pytest.MonkeyPa
 
 
 def test_beside_another_engine_no_service_of_ours_takes_a_part_of_the_gpus() -> None:
-    commands = subprocess.check_output(["make", "-n", "bench-gpu"], cwd=ROOT, text=True).replace("\\\n", " ")
-    runs = [words.split() for line in commands.splitlines() if (words := line.partition("-m benchmarks ")[2])]
-    assert len(runs) == 4
+    campaign = pieces(load_settings(CampaignSettings, [], "python -m benchmarks.gpu"))
+    runs = [each.command[3:] for each in campaign if each.command[1:3] == ("-m", "benchmarks")]
+    assert len(runs) == 6
     for settings in map(parse, runs):
-        kinds = [CONTENDERS[each] for each in settings.contenders]
-        has_services = settings.phases or any(kind.shares_models for kind in kinds)
-        assert has_services == bool(settings.engine)
+        has_services = {CONTENDERS[each].is_ours for each in settings.contenders}
+        assert len(has_services) == 1, settings.contenders
+        assert not settings.phases, "which are measured by services"
 
 
 NVIDIA_SMI = """#!/bin/sh

@@ -64,7 +64,7 @@ def test_a_file_of_something_else_is_refused(line: str, tmp_path: Path) -> None:
 
 def test_the_pieces_are_in_order_of_worth() -> None:
     names = [each.name for each in pieces(settings("--wheels", "wheels"))]
-    assert names == ["packages", "tests", "text", "draft", "head", "steps", "paced"]
+    assert names == ["packages", "tests", "text", "draft", "vllm", "head", "vllm-head", "steps", "paced"]
     by_name = {each.name: each for each in pieces(settings())}
     assert "--head" in by_name["head"].absent
     assert not next(each for each in pieces(settings("--small")) if each.name == "head").absent

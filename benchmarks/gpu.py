@@ -176,7 +176,7 @@ def _bench(
     return Piece(name, purpose, command, absent)
 
 
-def measured(results: Path) -> set[str]:
+def read_measured(results: Path) -> set[str]:
     """Names of the pieces that a file has a good record of.
 
     Raises:
@@ -243,7 +243,7 @@ def main() -> None:
     """Measure what is missing, and say how each piece ended."""
     with one_sentence():
         settings = load_settings(CampaignSettings, sys.argv[1:], "python -m benchmarks.gpu")
-        known = set() if settings.only else measured(settings.results)
+        known = set() if settings.only else read_measured(settings.results)
         for piece in pieces(settings):
             if piece.name in known or settings.only not in ("", piece.name):
                 continue

@@ -210,7 +210,8 @@ class VllmHeads:
 
     def _read_last(self, jobs: SequenceOf[Job[RowRequest]], count: int) -> None:
         """Have the head read the last step, and draft so many tokens behind it for these jobs."""
-        parts, self._unread = self._unread, []
+        parts = self._unread
+        self._unread = []
         if not any(self._is_asked(part.sequence) for part in parts):
             return
         wanted = {job.sequence: job for job in jobs}

@@ -127,7 +127,8 @@ def think_spans(tokenizer: Tokenizer) -> ThinkSpans | None:
     """Spans between marks of reasoning that are tokens of this tokenizer; None when it has no such tokens."""
     for form in REASONING_FORMS:
         for start, end in zip(form.starts, form.ends, strict=True):
-            start_id, end_id = tokenizer.token_to_id(start), tokenizer.token_to_id(end)
+            start_id = tokenizer.token_to_id(start)
+            end_id = tokenizer.token_to_id(end)
             if start_id is not None and end_id is not None:
                 return ThinkSpans(start_id, end_id)
     return None

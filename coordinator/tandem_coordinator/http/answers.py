@@ -299,7 +299,7 @@ class ChoicesAnswer(Answer):
         }
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:
-        """What `return_token_ids` adds of the prompt."""
+        """The prompt's ids, where `return_token_ids` asks for them."""
         return {"prompt_token_ids": [*self._prompts[index]]} if self._prompts else {}
 
     def _prompt_logprobs(self, chunk: Chunk) -> Iterator[dict[str, Any] | None]:

@@ -287,7 +287,8 @@ class App:
         body, headers = await self._body(request, CountTokensBody)
         chat = self._chat_of(body, request)
         refuse(chat.refusals())
-        models, bounds = self._completions.models, self._completions.bounds
+        models = self._completions.models
+        bounds = self._completions.bounds
         with self._completions.preparation(_peer_of(request), request.headers.get("traceparent", "")):
             token_ids = await chat_prompt(chat, models, self._chats, bounds)
         return JSONResponse({"input_tokens": len(token_ids)}, headers=headers)
@@ -296,7 +297,8 @@ class App:
         """`POST /tokenize`."""
         body, headers = await self._body(request, schema.TokenizeBody)
         refuse(body.refusals())
-        models, bounds = self._completions.models, self._completions.bounds
+        models = self._completions.models
+        bounds = self._completions.bounds
         if body.prompt is None:
             request.state.names["prompt"] = "messages"
             with self._completions.preparation(_peer_of(request), request.headers.get("traceparent", "")):

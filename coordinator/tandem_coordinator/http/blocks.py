@@ -95,7 +95,8 @@ class BlockWriter:
         return self._write(BlockKind.TEXT, content)
 
     def _call(self, delta: dict[str, Any]) -> list[Change]:
-        number, function = delta["index"], delta["function"]
+        number = delta["index"]
+        function = delta["function"]
         changes: list[Change] = []
         if number not in self._calls:
             self._calls[number] = Block(BlockKind.CALL, -1, call_id=delta["id"], function=function["name"])

@@ -105,7 +105,7 @@ class MessageToolChoice(Known):
 
 
 class MessageOutput(Known):
-    """What the answer is like."""
+    """Wishes about the form of the answer."""
 
     effort: str | None = None
     """A variable for the model's template."""
@@ -184,7 +184,9 @@ class Conversation(ChatDialect):
                 yield f'tools.{index}.type is {kind}; it must be "custom": this coordinator calls no tools itself'
 
     def chat(self) -> ChatBody:
-        choice, thinking, output = self.tool_choice, self.thinking, self.output_config
+        choice = self.tool_choice
+        thinking = self.thinking
+        output = self.output_config
         variables = {} if thinking is None else thinking.variables
         variables |= self.chat_template_kwargs or {}
         messages = self._chat_messages()

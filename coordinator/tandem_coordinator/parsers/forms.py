@@ -269,7 +269,7 @@ class ReasoningForm:
     """True if every completion begins inside the reasoning. Otherwise it does where its prompt ends with a start."""
 
     def is_begun_by(self, prompt: str) -> bool | None:
-        """Whether a completion begins inside the reasoning, by the end of its prompt; None if no reasoning may come."""
+        """True if a completion begins inside the reasoning, by the end of its prompt; None if no reasoning may come."""
         ending = prompt.rstrip()
         if ending.endswith(self.ends):
             return None

@@ -309,7 +309,7 @@ class RequestRunner:
 
 
 async def _show_prompt(plan: Plan, completion: Completion, scoring: FailoverTarget) -> AsyncGenerator[Chunk]:
-    """What the request wants to know of its prompt, as the first chunks; the last one ends a completion of no tokens.
+    """The first chunks, which tell what is asked of the prompt; the last one ends a completion of no tokens.
     The target of `scoring` is only asked where that is log probabilities."""
     request = plan.request
     echoed = request.logprobs if request.echo else None

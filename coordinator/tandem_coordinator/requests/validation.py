@@ -296,7 +296,8 @@ def _allowed_tokens(subject: TokenizedRequest) -> Iterator[str]:
 
 @rule("`truncate_prompt_tokens` is -1, or from 1 to one less than `max_length`.")
 def _truncation(subject: TokenizedRequest) -> Iterator[str]:
-    count, most = subject.request.truncate_prompt_tokens, subject.target.max_length - 1
+    count = subject.request.truncate_prompt_tokens
+    most = subject.target.max_length - 1
     if count is not None and count != -1 and not 1 <= count <= most:
         yield f"truncate_prompt_tokens is {count}; it must be -1, or from 1 to {most}"
 

@@ -15,7 +15,8 @@ from tandem_coordinator.stats.rounds import RoundEnded
 EventValue = str | int | float | bool
 
 
-CHAT, TEXT_COMPLETION = "chat", "text_completion"
+CHAT = "chat"
+TEXT_COMPLETION = "text_completion"
 OPERATIONS = (TEXT_COMPLETION, CHAT)
 """What clients ask for, in OpenTelemetry's words (`gen_ai.operation.name`)."""
 

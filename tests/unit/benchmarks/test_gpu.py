@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu import CampaignSettings, Piece, measure, measured, pieces
+from benchmarks.gpu import CampaignSettings, Piece, measure, pieces, read_measured
 from tandem.config.settings import load_settings
 from tandem.errors import ConfigurationError
 
@@ -43,12 +43,12 @@ def test_it_goes_on_where_it_ended(
     monkeypatch.setattr(gpu, "pieces", lambda _: campaign)
     monkeypatch.setattr(sys, "argv", ["gpu", "--results", str(results)])
     gpu.main()
-    assert measured(results) == {"first", "third"}
+    assert read_measured(results) == {"first", "third"}
     flag.touch()
     gpu.main()
     records = [json.loads(line) for line in results.read_text().splitlines()]
     assert [each["piece"] for each in records] == ["first", "second", "third", "second"]
-    assert measured(results) == {"first", "second", "third"}
+    assert read_measured(results) == {"first", "second", "third"}
     said = capsys.readouterr().out.splitlines()
     assert said[1] == "second: failed with exit code 1: it said nothing"
     assert said[3].startswith("second: measured in ")
@@ -59,7 +59,7 @@ def test_a_file_of_something_else_is_refused(line: str, tmp_path: Path) -> None:
     file = tmp_path / "notes"
     file.write_text(f"{line}\n")
     with pytest.raises(ConfigurationError, match="its line 1 is no record of a piece"):
-        measured(file)
+        read_measured(file)
 
 
 def test_the_pieces_are_in_order_of_worth() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import grpc
 import pytest
 
 from tandem.config.settings import load_settings
@@ -121,4 +122,6 @@ def test_an_invalid_file_is_logged_once(
 
 async def test_a_limit_may_be_larger_than_grpc_can_say() -> None:
     """A target's vocabulary decides it, and whoever answers as one may say anything of that."""
-    await open_channel("127.0.0.1:1", 2**40).close()
+    channel = open_channel("127.0.0.1:1", 2**40)
+    assert channel.get_state() is grpc.ChannelConnectivity.IDLE
+    await channel.close()

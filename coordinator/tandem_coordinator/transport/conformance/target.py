@@ -244,7 +244,8 @@ async def _follow(talk: Conversation, answered: list[_Answered], most: int, sequ
     while (announced := answered[-1].found.goes_on) is not None and len(answered) <= most:
         if announced.own_tokens is not None:
             raise ProtocolError("it goes on with its head behind given tokens; the outcome must be given too")
-        step, found = answered[-1].step, answered[-1].found
+        step = answered[-1].step
+        found = answered[-1].found
         rows = _token_ids(found)
         proposed = step.delta.token_ids[len(step.delta.token_ids) - (step.row_count - 1) :]
         kept = common_length(proposed, rows)

@@ -233,9 +233,12 @@ def _write_source(
         message.given.SetInParent()
 
 
-def _read_source(message: target_pb2.VerifyStep | target_pb2.GoesOn) -> int | None:
-    """Maximum tokens of the target's own head; None where the proposal is given."""
-    if not message.HasField("own_head"):
+def _read_source(message: target_pb2.VerifyStep | target_pb2.GoesOn, owner: str) -> int | None:
+    """Maximum tokens of the target's own head; None where the proposal is given. Errors name the owner."""
+    source = message.WhichOneof("proposal")
+    if source is None:
+        raise missing(f"{owner}.proposal (given or own_head)")
+    if source == "given":
         return None
     most = message.own_head.max_tokens
     if most < 0:
@@ -250,9 +253,7 @@ _KINDS_OF_ROWS = {number: kind for kind, number in _ROW_KINDS.items()} | {
 
 
 def _read_step(message: target_pb2.VerifyStep) -> VerifyStep:
-    if message.WhichOneof("proposal") is None:
-        raise missing("step.proposal (given or own_head)")
-    own_tokens = _read_source(message)
+    own_tokens = _read_source(message, "step")
     serial = message.serial
     if serial < 0:
         raise InvalidRequestError(f"serial is {serial}; it must be at least 0")
@@ -410,6 +411,7 @@ class Answer:
 
     def verification(self, step: VerifyStep) -> Verification:
         part = self._part
+        logprobs = part.logprobs
         return Verification(
             self.base_length,
             _read_rows(part, step),
@@ -419,7 +421,7 @@ class Answer:
             self.serial,
             self.led,
             self.cache,
-            tuple(map(_read_logprobs, part.logprobs)),
+            tuple(map(_read_logprobs, logprobs)) if logprobs else (),
         )
 
 
@@ -478,10 +480,9 @@ def _read_logprobs(message: target_pb2.RowLogprobs) -> RowLogprobs:
 
 
 def _read_goes_on(message: target_pb2.GoesOn) -> GoesOn:
-    if message.WhichOneof("proposal") is None:
-        raise missing("goes_on.proposal (given or own_head)")
+    own_tokens = _read_source(message, "goes_on")
     delta = Delta(message.base_length, (message.last_token_id, *message.given.token_ids[:]))
-    return GoesOn(delta, _read_source(message))
+    return GoesOn(delta, own_tokens)
 
 
 def _read_rows(part: target_pb2.Verification, step: VerifyStep) -> tuple[TargetRow, ...]:

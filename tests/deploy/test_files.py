@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tandem import __version__
 from tandem.config.settings import ModelServerSettings, load_settings
 from tandem.engine_vllm.contract import TESTED_RELEASE
 from tandem_coordinator.cli.up import SHARES
@@ -283,3 +284,23 @@ def test_http_is_open_to_this_machine(everything: dict[str, dict[str, Any]]) -> 
     assert environment["TANDEM_COORDINATOR_HTTP_PORT"] == 8000
     variables = {"BIND_ADDRESS": "10.0.0.1", "HTTP_PORT": "8001"}
     assert "10.0.0.1:8001:8000" in services(variables=variables)["coordinator"]["ports"]
+
+
+VERSION = re.compile(
+    r"(?:tandem/[a-z-]+:|newTag: |IMAGE_TAG(?::-|=)|[tT]ag: |[vV]ersion: |tandem-speculative==|tandem_speculative-)"
+    r"(\d+\.\d+\.\d+)"
+)
+"""Places where files that no program fills in name the release."""
+
+
+def test_every_file_names_the_version_of_pyproject() -> None:
+    files = [ROOT / ".env.example", ROOT / "README.md", ROOT / "docs" / "deployment.md", COMPOSE_FILE]
+    files += sorted((ROOT / "deploy").rglob("*.y*ml"))
+    files += sorted((ROOT / "packages").glob("*/pyproject.toml"))
+    named = [
+        (str(file.relative_to(ROOT)), version)
+        for file in files
+        for version in VERSION.findall(file.read_text(encoding="utf-8"))
+    ]
+    assert len(named) > 15
+    assert [(file, version) for file, version in named if version != __version__] == []

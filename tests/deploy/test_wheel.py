@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hatch_build import published
+from tandem import __version__
 from tests import bundled_kernels
 from tests.deploy.wheels import PACKAGES, install
 from tests.end_to_end.processes import run
@@ -118,6 +119,8 @@ def test_no_file_of_the_working_folder_is_imported(commands: Path, tmp_path: Pat
     for words in (("tandem", "--version"), ("tandem", "audit", "--help"), ("tandem-audit", "--help")):
         ran = run(str(commands / words[0]), *words[1:], environment={"PYTHONPATH": ""}, folder=tmp_path)
         assert (ran.returncode, ran.stderr) == (0, ""), words
+        if "--version" in words:
+            assert ran.stdout == f"tandem {__version__}\n", "an installed wheel knows no commit"
     source = "import tandem_coordinator.drafting, tandem_vllm.settings as s; print(s.__file__)"
     ran = run(
         *(str(commands / "python"), "-P", "-c", source), environment={"PYTHONPATH": ""}, folder=tmp_path

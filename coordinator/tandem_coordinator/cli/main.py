@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import sys
 from difflib import get_close_matches
 from enum import IntEnum
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from tandem import __version__, errors
+import tandem
+from tandem import errors
 from tandem.serving.standard_streams import exit_with, fill_closed, unwritable
 
 
@@ -124,13 +127,31 @@ def _meant(word: str) -> list[str]:
     return [name for first, name in found if first in near]
 
 
+_GIT_SECONDS = 5.0
+"""The longest that git may take to name a commit, on a slow disk say."""
+
 app = CommandGroup("Speculative decoding with the draft model and the target model as separate services.")
 
 
+def checkout_commit(root: Path) -> str | None:
+    """The commit that a folder has checked out, shortened by git; None where it is no checkout or git is missing."""
+    if not (root / ".git").exists():
+        return None
+    command = ("git", "-C", str(root), "rev-parse", "--short", "HEAD")
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return ran.stdout.strip()
+
+
 def _print_version(is_wanted: bool) -> None:
-    if is_wanted:
-        sys.stdout.write(f"tandem {__version__}\n")
-        raise typer.Exit
+    if not is_wanted:
+        return
+    commit = checkout_commit(Path(tandem.__file__).parents[1])
+    origin = "" if commit is None else f" (commit {commit})"
+    sys.stdout.write(f"tandem {tandem.__version__}{origin}\n")
+    raise typer.Exit
 
 
 @app.callback(cls=_Verbs)

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from tandem import __version__
 from tandem_coordinator.cli import audit
 from tandem_coordinator.cli.connection import Connection, Contexts, read_contexts
-from tandem_coordinator.cli.main import VERBS, app
+from tandem_coordinator.cli.main import VERBS, app, checkout_commit
 from tests.commands import Commands
+from tests.paths import ROOT
 
 
 @pytest.mark.parametrize(
@@ -150,8 +151,30 @@ def test_a_group_alone_shows_its_help(commands: Commands) -> None:
         assert "Commands:" in ran.err
 
 
-def test_version_prints_the_version(commands: Commands) -> None:
-    assert commands.succeed("--version") == f"tandem {__version__}\n"
+def test_version_prints_the_version_and_the_commit_of_a_checkout(commands: Commands) -> None:
+    commit = checkout_commit(ROOT)
+    origin = f" (commit {commit})" if commit else ""
+    assert commands.succeed("--version") == f"tandem {__version__}{origin}\n"
+
+
+def test_the_commit_is_that_of_the_folder_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*words: str) -> str:
+        identity = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+        command = ("git", "-C", str(tmp_path), *identity, *words)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert checkout_commit(tmp_path) is None
+    git("init")
+    assert checkout_commit(tmp_path) is None, "nothing is committed yet"
+    git("commit", "--allow-empty", "--message", "first")
+    commit = checkout_commit(tmp_path)
+    assert commit
+    assert git("rev-parse", "HEAD").startswith(commit)
+    installed = tmp_path / "lib" / "site-packages"
+    installed.mkdir(parents=True)
+    assert checkout_commit(installed) is None, "an environment inside somebody's checkout is none of Tandem's"
+    monkeypatch.setenv("PATH", "")
+    assert checkout_commit(tmp_path) is None, "git is missing"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -57,7 +57,7 @@ SERVICES = ("DraftService", "TargetService")
 
 GPU_STATE = Path(__file__).with_name("gpu-state.txt")
 """The state of tests on GPUs, in the same words wherever a reader decides about one."""
-GPU_PAGES = (PAGE.parents[1] / "README.md", PAGE.with_name("index.md"), PAGE.with_name("scaling.md"))
+GPU_PAGES = (PAGE.parents[1] / "README.md", PAGE.with_name("index.md"))
 GPU_BEGIN = "<!-- gpus: docs/gpu-state.txt -->\n"
 GPU_END = "<!-- end of gpus -->\n"
 

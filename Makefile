@@ -19,7 +19,7 @@ WORKERS ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos test test-fast test-gpu test-vllm test-compose test-clients soak lint format kubernetes docs docs-site screenshots observe-check demo demo-models exactness bench bench-results bench-gpu clean
+.PHONY: help setup protos test test-fast test-gpu test-vllm test-compose test-clients soak lint lint-style lint-types lint-imports lint-protos lint-docs lint-github format kubernetes docs docs-site screenshots observe-check wheels demo demo-models exactness bench bench-results bench-gpu clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -96,21 +96,41 @@ test-clients: setup $(CLIENTS)/.installed ## Run the tests with client libraries
 	CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python:$(CURDIR)/$(CLIENTS)/instructor/bin/python $(BIN)/python -m pytest -v -rs -s -m soak \
 		tests/service/test_client_libraries.py $(ARGS)
 
-# From its first release on the protocol stays compatible with it. In a git worktree the tags are in another folder's .git.
-FIRST_RELEASE := v0.1.0
-lint: setup ## Check style, types, import rules, protos and the links of the docs
+# Each part is a hook of .pre-commit-config.yaml as well.
+lint: lint-style lint-types lint-imports lint-protos lint-docs lint-github ## Check style, types, import rules, protos, the links of the docs and GitHub's files
+
+lint-style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint-types: setup
 	$(BIN)/mypy $(TYPED)
+
+lint-imports: setup
 	$(BIN)/lint-imports
+
+# From its first release on the protocol stays compatible with it. In a git worktree the tags are in another folder's .git.
+FIRST_RELEASE := v0.1.0
+lint-protos: setup
 	$(BIN)/buf lint protos
 	@if git rev-parse --quiet --verify refs/tags/$(FIRST_RELEASE) >/dev/null 2>&1; then \
 		set -x; $(BIN)/buf breaking protos --against "$$(git rev-parse --git-common-dir)#tag=$(FIRST_RELEASE),subdir=protos"; \
 	else \
 		echo "buf breaking: this repository has no tag $(FIRST_RELEASE), with which the protocol would have to be compatible"; \
 	fi
+
+lint-docs: setup
 	$(BIN)/python docs/generate.py --check
 	$(SITE)
+
+lint-github: setup
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema custom.github-workflows-require-timeout .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/idea.yml
+	$(BIN)/pre-commit validate-config
+
+wheels: setup ## Build the wheels into dist/, and run the first command of each in an empty environment
+	$(BIN)/python -m deploy.wheels dist
 
 kubernetes: setup ## Render and check the manifests of deploy/kubernetes, or of KUBERNETES_FOLDER
 	$(BIN)/python -m pytest -q tests/deploy/kubernetes/test_policy.py $(ARGS)

@@ -76,7 +76,8 @@ def _set_up_threads() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     # Seconds for which a thread may hold the interpreter while another waits. Python's default is 5 ms, as long as a
     # small model's step, in which the engine's thread needs the interpreter several times; the event loop, which
-    # answers the step before, would hold it for as long as it has work (docs/measurements.md).
+    # answers the step before, would hold it for as long as it has work. With 0.5 ms 16 requests of a model of 25
+    # million parameters make 1.15 times the tokens/s.
     sys.setswitchinterval(0.0005)
 
 

@@ -7,9 +7,8 @@ import os
 _VARIABLE = "GRPC_EXPERIMENTS"
 _NO_EVENT_ENGINE = "-event_engine_client,-event_engine_listener"
 """gRPC's own names. With its event engine, other threads wait for sockets and pass data to the thread in which
-`grpc.aio`
-waits: each message wakes one more thread, at each end. Without it, that thread waits for the sockets itself.
-docs/measurements.md has the measurements."""
+`grpc.aio` waits: each message wakes one more thread, at each end. Without it, that thread waits for the sockets itself.
+One request at once then makes 1.03 times the tokens/s, sixteen requests 1.06 to 1.12 times (demo pair)."""
 
 
 def prepare_grpc() -> None:

@@ -383,8 +383,7 @@ def announce(line: str) -> None:
 
 YOUNG_OBJECTS = 10_000
 """New objects, less those that were freed, after which the collector looks at them. With Python's default of 700 a
-coordinator collects hundreds of times a second and finds nothing, since rounds leave no cycles: a tenth of its time
-(docs/measurements.md)."""
+coordinator collects hundreds of times a second and finds nothing, since rounds leave no cycles: a tenth of its time."""
 
 
 STARTING_OBJECTS = 200_000
@@ -397,7 +396,7 @@ def set_start_aside() -> None:
 
     A service that has imported torch and loaded its model holds some 400,000 objects for its whole life. A full
     collection visits all of them while every request waits: 0.2 to 0.3 s in a target or draft service, 0.03 to 0.05 s
-    in a coordinator (docs/measurements.md). Present garbage is collected first, since it would stay forever. Later
+    in a coordinator. Present garbage is collected first, since it would stay forever. Later
     collections come more rarely (`YOUNG_OBJECTS`).
     """
     gc.collect()

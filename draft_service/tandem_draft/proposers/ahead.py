@@ -107,7 +107,7 @@ class AheadDrafter:
 
 MAX_ROUND_BYTES = 160_000
 """Maximum size of all messages of a round. Beyond it the last branches are dropped. 40 kB held six outcomes of 200
-entries a token (docs/measurements.md)."""
+entries a token."""
 
 
 @dataclass(slots=True)

@@ -141,7 +141,7 @@ _PATIENCE = 0.3
 
 They return within a round trip, and a step without them costs nearly as much as one with them. Without any patience,
 the first to return runs alone, the others follow together, and from then on each token pays for two steps.
-docs/measurements.md has the measurements.
+Measured with 16 requests of a model of 200 million parameters: 1.33 times the tokens/s, with drafts 1.37 times.
 """
 
 

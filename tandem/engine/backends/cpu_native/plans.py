@@ -563,7 +563,7 @@ class PlanCompiler(_Pass):  # type: ignore[no-untyped-call]
 
 _ONE_THREADS_NUMBERS = 32_768
 """Results up to which torch itself computes most operations in one thread. Some it does not: for the cosines of 160
-numbers it wakes a second one, which takes 105 us where they take 3. docs/measurements.md has more."""
+numbers it wakes a second one, which takes 105 us where they take 3."""
 
 
 class ExecutionPlan:

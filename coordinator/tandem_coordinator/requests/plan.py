@@ -333,7 +333,7 @@ async def make_plan(
             min_tokens=request.min_tokens,
         ),
         rule=rule,
-        row_kind=rule.row_kind(request.row_kind),
+        row_kind=_row_kind(rule, request),
         num_speculative_tokens=options.num_speculative_tokens if speculates else 0,
         draft_ahead=settings.draft_ahead if can_draft_ahead(rule, models.draft) else "off",
         keeps_proposals=policy == "fixed" and promises_text,
@@ -346,6 +346,15 @@ async def make_plan(
         settings=settings,
         models=models,
     )
+
+
+def _row_kind(rule: AcceptanceRule, request: GenerationRequest) -> RowKind:
+    """The kind of the target's rows: as requested, or the cheapest one that says all that is asked for."""
+    kind = rule.row_kind(request.row_kind)
+    if kind is RowKind.TOKEN and rule.name == _SYNTHETIC and request.logprobs is not None:
+        # It keeps proposed tokens that the target would not choose, and a row of one token knows nothing of them.
+        return RowKind.SUPPORT
+    return kind
 
 
 def truncate(prompt: tuple[int, ...], request: GenerationRequest, target: ModelInfo) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import pytest
 from tandem.config import SpeculativeConfig
 from tandem.errors import ConfigurationError, InvalidRequestError, ModelFolderError
 from tandem.model.sampling.defaults import sampling_defaults
-from tandem.model.types import GenerationRequest, SamplingDefaults
+from tandem.model.types import GenerationRequest, RowKind, SamplingDefaults
 from tandem.serving.scopes import RequestScopes
 from tandem_coordinator.decoding.tokenization import PromptEncoder
 from tandem_coordinator.replicas.compatibility import Fleet
@@ -202,3 +202,16 @@ def test_targets_agree_in_the_defaults_that_are_in_force() -> None:
     for options in ({"generation_config": "vllm"}, {"override_generation_config": {"top_k": 0}}):
         fleet = Fleet(SpeculativeConfig(), SamplingPolicy(settings(**options)))
         assert [fleet.judge_target(each) for each in (own, other)] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "kind"), [(None, RowKind.TOKEN), (0, RowKind.SUPPORT), (5, RowKind.SUPPORT)]
+)
+async def test_rows_have_log_probabilities_of_whatever_synthetic_acceptance_keeps(
+    logprobs: int | None, kind: RowKind
+) -> None:
+    """At temperature 0 a row of one token is enough to decide, but knows nothing of a proposed token that is kept."""
+    asked = replace(REQUEST, temperature=0.0, logprobs=logprobs, rejection_sampling_strategy="synthetic")
+    bounds = settings(synthetic_acceptance_rate=0.6)
+    plan = await plan_of(asked, bounds, models(SamplingDefaults(), NGRAM))
+    assert plan.row_kind is kind

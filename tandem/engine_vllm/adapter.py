@@ -66,6 +66,15 @@ def uses_v2_runner() -> bool:
     return os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 
 
+def prepare_runner() -> None:
+    """Change what is changed of vLLM's model runner, in each process that has one, before it loads weights."""
+    if uses_v2_runner():
+        # It imports torch, which reads what `prepare_process` sets.
+        from tandem.engine_vllm.runner_v2 import share_noise
+
+        share_noise()
+
+
 @dataclass(frozen=True, slots=True)
 class Core:
     """vLLM's parts, loaded: its own scheduler is there and never asked."""
@@ -105,6 +114,7 @@ def _single(spec: Any) -> list[Any]:
 def load_core(options: Mapping[str, Any], on_failure: Callable[[], None] | None) -> Core:
     """Start vLLM's workers, load the weights and allocate the KV cache."""
     check_engine("V2" if uses_v2_runner() else "V1")
+    prepare_runner()
     began = time.perf_counter()
     try:
         with _report_progress(), warnings.catch_warnings():

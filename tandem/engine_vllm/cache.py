@@ -17,7 +17,7 @@ from tandem.engine.interface import KvUsage
 from tandem.engine.kv_cache.arena import CacheShape
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.steps import BranchStep
-from tandem.engine_vllm.worker import Part, Step
+from tandem.engine_vllm.step import Part, Step
 
 if TYPE_CHECKING:
     from tandem.engine_vllm.heads import VllmHeads

@@ -82,13 +82,26 @@ USED_OF_RUNNERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "V2": {
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model": ("scheduler_output",),
-        "vllm.v1.worker.gpu.model_runner:ExecuteModelState": ("input_batch", "hidden_states"),
+        "vllm.v1.worker.gpu.model_runner:ExecuteModelState": (
+            "input_batch", "hidden_states", "aux_hidden_states", "attn_metadata", "slot_mappings_by_layer",
+            "dp_sync_state",
+        ),
         "vllm.v1.worker.gpu.input_batch:InputBatch": ("req_ids", "query_start_loc_np"),
         "vllm.v1.worker.gpu.states:RequestState.apply_staged_writes": (),
         "vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor.stage_write": ("index", "start", "x"),
         "vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor.stage_write_elem": ("index", "x"),
+        "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator.propose": (
+            "num_speculative_tokens", "dp_sync_state",
+        ),
+        "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator.sample_draft": (
+            "hidden_states", "sample_src_positions", "idx_mapping", "temperature", "seeds", "draft_step",
+            "draft_logits", "spec_step_idx",
+        ),
+        "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.compute_draft_logits": (),
+        "vllm.v1.worker.gpu.spec_decode.utils:get_drafter_hidden_states": ("model", "hidden_states"),
+        "vllm.v1.worker.workspace:use_workspace_lane": ("lane",),
     },
-}
+}  # fmt: skip
 """Members of the model runner that the workers use, by vLLM's names of the two."""
 
 RUNNER_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
@@ -100,6 +113,8 @@ RUNNER_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "V2": (
         "execute_model_state", "req_states.req_id_to_index", "req_states.all_token_ids.stage_write",
         "req_states.prefill_len.np", "req_states.num_computed_tokens.stage_write_elem", "model.compute_logits",
+        "req_states.last_sampled_tokens", "req_states.next_prefill_tokens", "sampler.sampling_states", "speculator",
+        "_draft_workspace_lane",
     ),
 }  # fmt: skip
 """Members that it has once it is made, which no signature tells."""

@@ -27,7 +27,9 @@ from tandem.engine.steps import BranchStep, StepBackend
 from tandem.engine_vllm.adapter import Core, gpus_to_itself, load_core, uses_v2_runner
 from tandem.engine_vllm.cache import BlockCache
 from tandem.engine_vllm.heads import VllmHeads
-from tandem.engine_vllm.worker import EXTENSION, NO_PROPOSER, RoundEnd
+from tandem.engine_vllm.runner_v2 import METHODS as HEADS_OF_V2
+from tandem.engine_vllm.step import RoundEnd
+from tandem.engine_vllm.worker import EXTENSION, NO_PROPOSER
 from tandem.errors import ConfigurationError
 from tandem.model.leading import Leading
 from tandem.model.types import ModelInfo, Verification
@@ -151,12 +153,12 @@ def vllm_head(method: str, folder: Path | None) -> dict[str, Any]:
     """A drafting head as vLLM's speculative configuration names it.
 
     Raises:
-        ConfigurationError: vLLM is asked to run it by a model runner that drafts for nobody here.
+        ConfigurationError: The model runner does not have such heads.
     """
-    if uses_v2_runner():
+    if uses_v2_runner() and method not in HEADS_OF_V2:
         raise ConfigurationError(
-            f"VLLM_USE_V2_MODEL_RUNNER is 1 and --method is {method}; heads run with the runner V1 here, so leave the "
-            "variable out"
+            f"VLLM_USE_V2_MODEL_RUNNER is 1 and --method is {method}; with that runner it must be one of "
+            f"{', '.join(HEADS_OF_V2)}, or leave the variable out"
         )
     return {"method": method} if folder is None else {"method": method, "model": str(folder)}
 

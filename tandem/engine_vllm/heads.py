@@ -19,7 +19,7 @@ from tandem.acceptance.strategies import STRICT
 from tandem.engine.core.jobs import Job
 from tandem.engine.interface import RowRequest
 from tandem.engine.kv_cache.sequence import Segment, Sequence
-from tandem.engine_vllm.worker import RoundEnd, SharedNoise
+from tandem.engine_vllm.step import RoundEnd, SharedNoise
 from tandem.model.types import Proposal, StepCost, StepProfile, common_length
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.engine.interface import RowRequest
 from tandem.engine_vllm import worker as worker_module
-from tandem.engine_vllm.worker import RowWorker, Step
+from tandem.engine_vllm.step import Step
+from tandem.engine_vllm.worker import RowWorker
 from tandem.errors import ServiceUnavailableError, TandemError
 from tandem.model.types import Delta, RowKind, TokenRow, VerifyStep
 from tandem.serving.server import serve

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tandem.model.types import GenerationRequest
+from tandem.model.types import GenerationRequest, SamplingParams
 from tandem.model_sources.bundled import demo_pair
 from tests import heads
 from tests.end_to_end.chi_square import assert_drawn_from
@@ -85,6 +85,26 @@ async def test_proposals_are_the_references_and_texts_the_targets(method: str) -
     assert_proposals_are_of(reference, requests)
     for prompt, text in zip(PROMPTS, texts, strict=True):
         assert text == most_probable(model, prompt, text)
+
+
+async def test_a_head_draws_with_the_noise_of_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the target draws is what the head drew, oftener than it is the head's most probable token; the texts are
+    the same."""
+
+    async def run() -> tuple[list[list[int]], int]:
+        async with running(DEMO_TARGET, DEMO_EAGLE3, **OPTIONS) as verifier:
+            requests = [
+                Request(verifier, str(seed), prompt, sampling=SamplingParams(temperature=1.0, seed=seed))
+                for seed, prompt in enumerate(PROMPTS)
+            ]
+            texts = await asyncio.gather(*(request.run(60) for request in requests))
+        return texts, sum(request.accepted for request in requests)
+
+    texts, accepted = await run()
+    monkeypatch.setattr("tandem.engine_vllm.heads._noise_of", lambda job, length: None)
+    texts_without, accepted_without = await run()
+    assert texts == texts_without
+    assert accepted > 1.15 * accepted_without > 0
 
 
 @pytest.fixture(scope="module", params=HEADS)

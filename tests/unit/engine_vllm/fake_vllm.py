@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.engine_vllm.worker import Part, RoundEnd, Step
+from tandem.engine_vllm.step import Part, RoundEnd, Step
 
 BLOCK_TOKENS = 4
 VOCABULARY_SIZE = 50

@@ -17,7 +17,7 @@ from tandem.engine.interface import EngineSettings, RowRequest
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.checkpoint import open_checkpoint
 from tandem.engine_vllm.engine import VllmModel
-from tandem.engine_vllm.worker import Step
+from tandem.engine_vllm.step import Step
 from tandem.errors import TandemError
 from tandem.model.types import (
     Delta,

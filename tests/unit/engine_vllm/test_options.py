@@ -12,6 +12,7 @@ import pytest
 
 from tandem.config.settings import load_settings
 from tandem.engine_vllm import engine
+from tandem.engine_vllm.engine import vllm_head
 from tandem.errors import ConfigurationError
 from tandem.model_sources import hub
 from tandem.model_sources.find import checked_folder
@@ -102,6 +103,13 @@ def test_the_length_of_proposals_is_that_of_the_graphs(monkeypatch: pytest.Monke
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
         given = target_options("--num-speculative-tokens=6")["speculative_config"]
         assert (given["method"], given["num_speculative_tokens"]) == (method, 6)
+
+
+def test_a_head_that_the_newer_runner_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert vllm_head("mtp", None) == {"method": "mtp"}
+    with pytest.raises(ConfigurationError, match="method is medusa; with that runner"):
+        vllm_head("medusa", Path("head"))
 
 
 @pytest.mark.parametrize(

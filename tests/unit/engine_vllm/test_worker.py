@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from tandem.engine_vllm import worker as worker_module
-from tandem.engine_vllm.worker import Part, RowWorker, Step
+from tandem.engine_vllm.step import Part, Step
+from tandem.engine_vllm.worker import RowWorker
 from tests.unit.engine_vllm.fake_vllm import VOCABULARY_SIZE, expected_logits
 
 _PLACES = 8

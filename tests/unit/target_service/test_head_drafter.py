@@ -75,7 +75,8 @@ async def running(target: Path, head: Path | None, **settings: object) -> AsyncI
 
 
 class Request:
-    """A greedy request, round by round as the coordinator runs it."""
+    """A request whose tokens the target draws, round by round as the coordinator runs it: a greedy one, or under the
+    rule `strict` where it is sampled."""
 
     def __init__(
         self,
@@ -85,8 +86,11 @@ class Request:
         token_count: int = 4,
         grammar: Grammar | None = None,
         scope: str = "",
+        sampling: SamplingParams = GREEDY,
     ) -> None:
         self._verifier = verifier
+        self._sampling = sampling
+        self._terms = AcceptanceTerms("greedy" if sampling.is_greedy else "strict")
         self._grammar = grammar
         self._scope = scope
         self._name = name
@@ -101,14 +105,13 @@ class Request:
         """The first `new_tokens` tokens after the prompt."""
         end = len(self.tokens) + new_tokens
         prompt_length, grammar = len(self.tokens), self._grammar
-        terms = AcceptanceTerms("greedy")
         options = TargetOptions(
             self._name,
-            GREEDY,
+            self._sampling,
             scope=self._scope,
             prompt_length=prompt_length,
             grammar=grammar,
-            acceptance=terms,
+            acceptance=self._terms,
         )
         async with self._verifier.sequence(options) as verified:
             while len(self.tokens) < end:
@@ -118,9 +121,8 @@ class Request:
     async def _round(self, verified: Any) -> None:
         length = len(self.tokens)
         delta = Delta(self._sent, tuple(self.tokens[self._sent :]))
-        step = rule_of(AcceptanceTerms("greedy"), GREEDY).own_step(
-            delta, RowKind.TOKEN, 0, 0, self._token_count
-        )
+        rule = rule_of(self._terms, self._sampling)
+        step = rule.own_step(delta, RowKind.TOKEN, 0, 0, self._token_count)
         verification = await verified.verify(step)
         proposal = verification.proposal
         self.proposals.append((length, proposal.token_ids))

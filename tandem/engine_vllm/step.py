@@ -1,0 +1,66 @@
+"""What the engine and vLLM's workers tell each other: steps, and what the rounds of a step came to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One sequence in a step."""
+
+    request_id: str
+    is_new: bool
+    """The worker does not know it."""
+    start: int
+    """Tokens whose keys and values are in the cache."""
+    first: int
+    """Tokens that the worker knows, at most `start`."""
+    token_ids: list[int]
+    """Those behind them, up to the end of the step."""
+    row_count: int
+    """Rows that are wanted, of the last tokens."""
+    block_ids: tuple[list[int], ...]
+    """For each group of layers, the blocks that the worker does not know."""
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.token_ids)
+
+    @property
+    def draft_count(self) -> int:
+        """Tokens that vLLM has to treat as a proposal, so that it computes `row_count` rows."""
+        return max(self.row_count - 1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step for the workers."""
+
+    parts: Sequence[Part]
+    finished_ids: Sequence[str]
+    """Sequences to forget first."""
+    block_ids_to_zero: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SharedNoise:
+    """The noise with which a target draws its tokens, and its head draws the same where their distributions agree."""
+
+    temperature: float
+    seed: int
+    length: int
+    """Length of the sequence that the head's first token extends."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEnd:
+    """The end of a part's round."""
+
+    accepted_count: int
+    """How many of the proposed tokens are kept."""
+    next_token_id: int | None
+    """The token that follows them; None where nobody knows it yet."""
+    noise: SharedNoise | None = None
+    """With which the head draws; None where it takes the most probable tokens."""

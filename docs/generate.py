@@ -69,7 +69,7 @@ _INTRODUCTION = """\
 You can set an option in four places. The first one that names it wins:
 
 1. the command line: `--num-speculative-tokens 4`, or several at once: `--speculative-config '{"method": "ngram"}'`;
-   the word `null` or `none` takes back a value from the environment or a file, for an option that may be without one;
+   the word `null` or `none` unsets a value from the environment or a file, for an option that may be unset;
 2. the environment: `TANDEM_NUM_SPECULATIVE_TOKENS=4` for every service, or `TANDEM_COORDINATOR_...`, `TANDEM_DRAFT_...`
    and `TANDEM_TARGET_...` for any option of one service, which win over the former. An empty variable counts as unset;
 3. for the coordinator and the draft service, a TOML, YAML or JSON file: `--config-file tandem.toml`, and
@@ -79,9 +79,9 @@ You can set an option in four places. The first one that names it wins:
 In Python: `SpeculativeConfig(speculative_method="ngram", num_speculative_tokens=4)` from `tandem.config`.
 
 `tandem serve SERVICE --help` lists the options that most people need, `--help-all` all of them. Unknown options are
-refused everywhere, and all faults are told in one answer. `tandem config show` prints every value and where it comes
+refused everywhere, and one answer names all faults. `tandem config show` prints every value and where it comes
 from; `tandem config check FILE|JSON` reports every broken rule and exits with 0 or 2. Services may share a file or an
-environment: each reads its own options of the first five tables. Options of one service alone belong into a section of
+environment: each reads its own options of the first five tables. Put options of one service alone into a section of
 the file."""
 
 _SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (

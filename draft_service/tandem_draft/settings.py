@@ -27,7 +27,7 @@ class DraftSettings(DraftingOptions, SourceOptions, ModelServerSettings):
     draft_top_k: int = Field(default=512, ge=1)
     """Maximum number of most probable tokens that the draft samples from when it sends its distribution."""
     draft_support_mass: float = Field(default=0.97, gt=0.0, le=1.0)
-    """The draft samples from the fewest of these tokens that hold this share of their probability."""
+    """The draft samples from the fewest of the draft_top_k tokens that hold this share of their probability."""
 
     @property
     def method(self) -> str:

@@ -96,7 +96,7 @@ class Credentials:
     cert_file: Path | None = None
     """PEM file of our own certificate and what signed it, for a server that asks for one. Turns TLS on."""
     key_file: Path | None = None
-    """PEM file of its key."""
+    """PEM file of the key of our own certificate."""
     server_name: str = ""
     """Name that the server's certificate must have, where it is not the address's."""
     token: str = field(default="", repr=False)

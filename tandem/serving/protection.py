@@ -161,10 +161,10 @@ class ProtectionOptions(Options):
     """TLS and tokens of a server."""
 
     tls_cert_file: Annotated[Path | None, SHORT_HELP] = None
-    """PEM file of the server's certificate; with tls_key_file it turns TLS on. What signed it follows in the file. Read
-    again when it changes."""
+    """PEM file of the server's certificate; turns TLS on, with tls_key_file. The certificates that signed it follow in
+    the file. Read again when it changes."""
     tls_key_file: Annotated[Path | None, SHORT_HELP] = None
-    """PEM file of its key, unencrypted."""
+    """PEM file of the server's key, unencrypted."""
     tls_client_ca_file: Path | None = None
     """PEM file of the accepted authorities for callers' certificates (mutual TLS). By default callers need no
     certificate."""
@@ -172,7 +172,7 @@ class ProtectionOptions(Options):
     """Bearer token that callers must have. Any user of the machine can read a command line: better in the environment,
     or in auth_token_file."""
     auth_token_file: Annotated[Path | None, SHORT_HELP] = None
-    """File of tokens of which callers must have one; each has a line. Read again when it changes."""
+    """File of bearer tokens, one on each line; callers must have one of them. Read again when it changes."""
     insecure: Annotated[bool, SHORT_HELP] = False
     """Allow other machines without TLS or without tokens; for a network where everyone is trusted. A certificate
     stands for a token."""
@@ -202,7 +202,7 @@ class AdminOptions(ProtectionOptions):
     """Bearer token for admin calls, which opens all other calls too. Better in the environment or in admin_token_file.
     Without one, admin calls are open to this machine alone, and only while clients need no token either."""
     admin_token_file: Path | None = None
-    """File of such tokens, one on each line, all of them valid. Read again when it changes."""
+    """File of admin tokens, one on each line, all of them valid. Read again when it changes."""
 
     own_rules: ClassVar[Rules] = (_token_rule("admin_token"),)
 
@@ -215,7 +215,7 @@ class ServiceAdminOptions(ProtectionOptions):
     whose tokens do not permit them. Better in the environment or in admin_token_file. Without one these calls are
     off."""
     admin_token_file: Path | None = None
-    """File of such tokens, one on each line, all of them valid. Read again when it changes."""
+    """File of admin tokens, one on each line, all of them valid. Read again when it changes."""
     weights_root: Path | None = None
     """Folder below which weights must lie that admin calls load. By default none are loaded."""
 

@@ -33,8 +33,8 @@ class TargetSettings(ModelServerSettings):
     model's own layers for multi-token prediction, and needs no draft_model. extract_hidden_states, which needs no
     draft, is implied by shared_storage_path. vLLM's name: method."""
     draft_repeats: bool = True
-    """Where the text repeats itself, propose what followed before in place of a head's own tokens, as long as no less
-    of it is accepted. At temperature 0 and under the rule strict, and not with heads of vLLM's."""
+    """Where the text repeats itself, propose the tokens that followed before instead of the head's own, while as many
+    of them are accepted. Only at temperature 0 and under the rule strict, and not with heads of vLLM's."""
     shared_storage_path: Path | None = None
     """Folder to which the hidden states of each finished request are written, in a safetensors file, to train drafting
     heads from. By default none. vLLM's name, in kv_connector_extra_config."""

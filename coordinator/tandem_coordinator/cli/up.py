@@ -114,7 +114,7 @@ class UpOptions(VerbOptions):
     tool_call_parser: Annotated[CallParser | None, typer.Option(metavar="auto|none|NAME")] = None
     """Form in which the model writes calls of tools, by vLLM's name. [default: the coordinator's, auto]"""
     reasoning_parser: Annotated[ReasoningParser | None, typer.Option(metavar="auto|none|NAME")] = None
-    """Form in which it writes reasoning, likewise. [default: the coordinator's, auto]"""
+    """Form in which the model writes reasoning, by vLLM's name. [default: the coordinator's, auto]"""
     generation_config: Annotated[str | None, typer.Option(metavar="auto|vllm|DIR")] = None
     """Sampling parameters that hold where a request names none: auto, the model's own; vllm, none; or those of a
     folder. [default: the coordinator's, auto]"""

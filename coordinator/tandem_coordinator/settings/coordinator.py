@@ -65,7 +65,7 @@ class RequestBounds(Options):
     coordinator is set to. By default the lossless ones: under a lossy rule the draft changes the text, so a client
     could learn from its own text what the draft knows of others. Tandem's own."""
     max_grammar_bytes: int = Field(default=64 << 10, ge=1)
-    """Maximum bytes of such a schema, expression, list or grammar, in UTF-8."""
+    """Maximum bytes of a JSON schema, regular expression, list of choices or grammar, in UTF-8."""
     draft_model_penalties: Literal["refuse", "target-only", "draft"] = "target-only"
     """Treatment of a request with repetition, frequency or presence penalties where a separate draft model
     proposes. draft: propose all the same; the target verifies with the penalties, exactly. target-only: let the target
@@ -111,13 +111,13 @@ class ServiceAccessOptions(Options):
     service_tls_cert_file: Path | None = None
     """PEM file of the coordinator's own certificate, for services that ask for one (mutual TLS)."""
     service_tls_key_file: Path | None = None
-    """PEM file of its key, unencrypted."""
+    """PEM file of the coordinator's key, unencrypted."""
     service_tls_server_name: str = ""
     """Name in the services' certificates, where it differs from their address."""
     service_token: SecretStr | None = None
     """Bearer token for the services. Prefer the environment or service_token_file."""
     service_token_file: Path | None = None
-    """File whose first line is that token. Read again when it changes."""
+    """File whose first line is the bearer token for the services. Read again when it changes."""
 
     @property
     def service_credentials(self) -> Credentials:
@@ -185,7 +185,8 @@ class HttpOptions(Options):
     """Form in which the model writes calls of tools, by the name of vLLM's parser for it. auto: the one that the chat
     template has. none: calls are not read. docs/tool-calls.md lists the names."""
     reasoning_parser: ReasoningParser = AUTO
-    """Form in which the model writes reasoning, likewise. none: it stays in the content."""
+    """Form in which the model writes reasoning, by the name of vLLM's parser for it. auto: the one that the chat
+    template has. none: reasoning stays in the content."""
     strict_requests: bool = False
     """Refuse unknown fields of requests by name. Otherwise they are ignored: each is logged once, and named in the
     header X-Tandem-Ignored. Tandem's own."""

@@ -84,11 +84,12 @@ class UnrolledStep:
     """Attention of a proposal's k-th token at every position of some texts at once.
 
     The query at row i is that of pair i + k. It sees the pairs up to i, which have the target's states, and row i of
-    the k passes after the first.
+    the k passes after the first. Pairs in `unseen` are seen by themselves alone.
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, unseen: range = range(0)) -> None:
         self._rows = rows
+        self._unseen = unseen
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
@@ -99,6 +100,8 @@ class UnrolledStep:
         self._values.append(value)
         scale = query.shape[-1] ** -0.5
         later = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).triu(1)
+        later[:, self._unseen.start : self._unseen.stop] = True
+        later.fill_diagonal_(False)
         past = (query @ self._keys[0].mT * scale).masked_fill(later, -torch.inf)
         own = [(query * each).sum(-1, keepdim=True) * scale for each in self._keys[1:]]
         weights = torch.cat((past, *own), dim=-1).softmax(-1)

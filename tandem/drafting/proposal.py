@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engine.core.jobs import Continue, Done, Failed, Job, non_finite
+from tandem.engine.core.jobs import Continue, Done, Extended, Failed, Job, non_finite
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
-from tandem.engine.rows import TORCH_SAMPLER, Sampler, apply_masks, apply_penalties
+from tandem.engine.rows import (
+    TORCH_SAMPLER,
+    HostArray,
+    Sampler,
+    apply_masks,
+    apply_penalties,
+    parameters_for,
+    to_device,
+    to_host,
+)
 from tandem.errors import InvalidRequestError
 from tandem.model.grammar import GrammarState, MaskArray
 from tandem.model.sampling.noise import Purpose, stream_key
-from tandem.model.types import DraftOptions, IntArray, Proposal, RowKind, SamplingParams, SparseDistribution
+from tandem.model.types import (
+    DraftOptions,
+    FloatArray,
+    IntArray,
+    Proposal,
+    RowKind,
+    SamplingParams,
+    SparseDistribution,
+)
 
 Outcome = Done[Proposal] | Failed | Continue
 
@@ -53,22 +70,24 @@ class SharedTokens:
 
     def __init__(self, draft_ids: IntArray, target_ids: IntArray) -> None:
         """Ids of the same tokens, shape [S] both."""
-        self.draft_ids, self.target_ids = torch.from_numpy(draft_ids), torch.from_numpy(target_ids)
+        self.draft_host_ids = draft_ids
+        self.target_host_ids = target_ids
+        self.draft_ids = torch.from_numpy(draft_ids)
+        self.target_ids = torch.from_numpy(target_ids)
 
     def restricted(self, logits: Tensor) -> Tensor:
         """The logits of these tokens alone, [R, S]: their softmax is the draft's distribution restricted to them and
         normalised anew."""
         if self.draft_ids.device != logits.device:
-            self.draft_ids, self.target_ids = (
-                self.draft_ids.to(logits.device),
-                self.target_ids.to(logits.device),
+            self.draft_ids, self.target_ids = to_device(
+                [self.draft_host_ids, self.target_host_ids], logits.device
             )
         return logits.index_select(-1, self.draft_ids)
 
     @cached_property
     def columns(self) -> dict[int, int]:
         """The column of each of the target's ids in `restricted`."""
-        return {token_id: i for i, token_id in enumerate(self.target_ids.tolist())}
+        return {token_id: i for i, token_id in enumerate(self.target_host_ids.tolist())}
 
 
 @dataclass(slots=True)
@@ -101,13 +120,19 @@ class Drafting:
     is_cut: bool = False
     """True if the grammar leaves no token that the draft knows: a head may know a part of the vocabulary."""
 
-    @property
-    def next_key(self) -> int:
-        """Key of the next token's noise: the target's own key where the draft should anticipate the target's sample."""
-        seed, position = self.options.sampling.seed, self.base_length + len(self.token_ids)
+    def key(self, further: int) -> int:
+        """Key of the noise of the token so many positions behind the next one: the target's own key where the draft
+        should anticipate the target's sample."""
+        seed = self.options.sampling.seed
+        position = self.base_length + len(self.token_ids) + further
         if self.options.row_kind is RowKind.TOKEN:
             return stream_key(seed, position, Purpose.TARGET)
         return stream_key(seed, position, Purpose.PROPOSAL, self.base_length)
+
+    @property
+    def is_free(self) -> bool:
+        """True if its next token needs nothing that the host knows: neither a grammar nor counts of tokens."""
+        return self.grammar is None and self.mask is None and not self.options.sampling.penalizes
 
     def outcome(self) -> Outcome:
         if len(self.token_ids) < self.token_count and not self.is_cut:
@@ -134,19 +159,40 @@ def propose_head(
     return extend_drafts(_with_tokens(ready), logits, sampler)
 
 
-def propose_where_logits_are(ready: Sequence[Job[Drafting]], logits: Any) -> list[Outcome]:
-    """See `propose_head`, for logits that another engine's worker keeps (`tandem.engine_vllm.engine.RemoteLogits`)."""
+class LogitsElsewhere(Protocol):
+    """Logits that another engine's workers keep, and may go on from (`tandem.engine_vllm.engine.RemoteLogits`)."""
+
+    def room(self, sequence: CachedSequence) -> int:
+        """Tokens behind the sequence's last one that the workers can run by themselves."""
+
+    def draft(
+        self, begin: Callable[[Any, Tensor, Sequence[int]], TokenDraws], payload: Any, counts: Sequence[int]
+    ) -> list[Drawn]:
+        """Draw so many tokens behind each row, where the logits are, and run all but the last through the model."""
+
+
+def propose_where_logits_are(ready: Sequence[Job[Drafting]], logits: Any) -> list[Outcome | Extended]:
+    """See `propose_head`, for `LogitsElsewhere`: as many tokens of each proposal as can be drawn without the host."""
     own = [
         drafting
         if drafting.grammar is None
         else replace(drafting, grammar=None, before=None, mask=_mask(drafting))
         for drafting in _with_tokens(ready)
     ]
-    outcomes, draftings = logits.apply(_extend_copies, own)
-    for job, drafting in zip(ready, draftings, strict=True):
-        job.payload = replace(drafting, grammar=job.payload.grammar, before=job.payload.before, mask=None)
-    found: list[Outcome] = outcomes
-    return found
+    counts = [_count_free(job, drafting, logits) for job, drafting in zip(ready, own, strict=True)]
+    outcomes: list[Outcome | Extended] = []
+    for job, drawn in zip(ready, logits.draft(TokenDraws, own, counts), strict=True):
+        job.payload = replace(
+            drawn.drafting, grammar=job.payload.grammar, before=job.payload.before, mask=None
+        )
+        outcomes.append(Extended(drawn.read_ids, drawn.outcome) if drawn.read_ids else drawn.outcome)
+    return outcomes
+
+
+def _count_free(job: Job[Drafting], drafting: Drafting, logits: LogitsElsewhere) -> int:
+    """How many tokens of a proposal can be drawn in a row: all that it lacks, for which there is room."""
+    lacking = drafting.token_count - len(drafting.token_ids)
+    return min(lacking, 1 + logits.room(job.sequence)) if drafting.is_free and lacking > 1 else 1
 
 
 def _with_tokens(ready: Sequence[Job[Drafting]]) -> list[Drafting]:
@@ -160,39 +206,313 @@ def _with_tokens(ready: Sequence[Job[Drafting]]) -> list[Drafting]:
     return [job.payload for job in ready]
 
 
-def _extend_copies(draftings: Sequence[Drafting], logits: Tensor) -> tuple[list[Outcome], Sequence[Drafting]]:
-    """Outcomes and the proposals themselves, which may be copies: the worker may be in another process."""
-    return extend_drafts(draftings, logits), draftings
-
-
 def extend_drafts(
     draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler = TORCH_SAMPLER
 ) -> list[Outcome]:
     """Draw one more token for each proposal, from logits [len(draftings), vocabulary_size]."""
-    vocabularies: dict[tuple[int, int], list[int]] = {}
-    for i, drafting in enumerate(draftings):
-        vocabulary = id(drafting.shared), drafting.options.vocabulary_size
-        vocabularies.setdefault(vocabulary, []).append(i)
-    if len(vocabularies) > 1:
-        found: dict[int, Outcome] = {}
-        for own in vocabularies.values():
-            found.update(
-                zip(own, extend_drafts([draftings[i] for i in own], logits[own], sampler), strict=True)
-            )
-        return [found[i] for i in range(len(draftings))]
-    shared = draftings[0].shared
-    logits = known_to_target(logits, draftings[0].options.vocabulary_size)
-    unmasked = logits
-    logits = _apply_grammars(draftings, logits if shared is None else shared.restricted(logits), shared)
-    logits = _apply_penalties(draftings, logits)
-    if all(drafting.options.sampling.is_greedy for drafting in draftings):
-        columns: list[int] = sampler.argmax(logits).tolist()
-    else:
-        columns = _draw(draftings, logits, sampler, None if shared is None else shared.target_ids)
-    return [
-        _with_token(drafting, column, logits[i], unmasked[i])
-        for i, (drafting, column) in enumerate(zip(draftings, columns, strict=True))
-    ]
+    draws = TokenDraws(draftings, logits, sampler=sampler)
+    draws.draw(logits)
+    return [drawn.outcome for drawn in draws.read()]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What became of a proposal by tokens that were drawn in a row."""
+
+    drafting: Drafting
+    """The proposal, which may be a copy: it may have been in another process."""
+    outcome: Outcome
+    read_ids: tuple[int, ...]
+    """The draft's own ids of all of these tokens but the last: the model has read them."""
+
+
+class TokenDraws:
+    """Draws tokens for some proposals where their logits are, position by position. The host waits once, to read them
+    all."""
+
+    def __init__(
+        self,
+        draftings: Sequence[Drafting],
+        like: Tensor,
+        counts: Sequence[int] | None = None,
+        sampler: Sampler = TORCH_SAMPLER,
+    ) -> None:
+        """
+        Args:
+            like: Logits with the vocabulary and the device of those that are to come.
+            counts: How many tokens are drawn for each; None: one. More than one only where the next token needs nothing
+                that the host knows (`Drafting.is_free`).
+        """
+        self._draftings = draftings
+        self._counts = [1] * len(draftings) if counts is None else counts
+        self._sampler = sampler
+        vocabularies: dict[tuple[int, int], list[int]] = {}
+        for i, drafting in enumerate(draftings):
+            vocabulary = id(drafting.shared), drafting.options.vocabulary_size
+            vocabularies.setdefault(vocabulary, []).append(i)
+        depth_count = max(self._counts, default=0)
+        self._parts = [
+            _Vocabulary(own, [draftings[i] for i in own], like, depth_count) for own in vocabularies.values()
+        ]
+        arrays = [array for part in self._parts for array in part.inputs(like.device)]
+        given = iter(to_device(arrays, like.device))
+        for part in self._parts:
+            part.take_inputs(given)
+        self._launched: list[Tensor] = []
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """Draw the next token of each proposal from logits [len(draftings), vocabulary_size], without waiting for the
+        device; the draft's own ids of them, int64 [len(draftings)], -1 where logits are not finite."""
+        if len(self._parts) == 1:
+            (part,) = self._parts
+            ids, launched = part.launch(logits, self._sampler)
+            self._launched += launched
+            return ids
+        found = logits.new_empty(len(self._draftings), dtype=torch.int64)
+        for part in self._parts:
+            ids, launched = part.launch(logits[part.places], self._sampler)
+            self._launched += launched
+            found[part.places] = ids
+        return found
+
+    def read(self) -> list[Drawn]:
+        """Bring what was drawn to the host, and extend the proposals by it."""
+        found = iter(to_host(self._launched))
+        read_ids: list[list[int]] = [[] for _ in self._draftings]
+        outcomes: list[Outcome | None] = [None] * len(self._draftings)
+        for depth in range(max(self._counts, default=0)):
+            for part in self._parts:
+                wanted = [
+                    depth < self._counts[i] and (depth == 0 or isinstance(outcomes[i], Continue))
+                    for i in part.rows
+                ]
+                for i, outcome in zip(part.rows, part.read(found, wanted), strict=True):
+                    if outcome is None:
+                        continue
+                    before = outcomes[i]
+                    if isinstance(before, Continue):
+                        read_ids[i].append(before.token_id)
+                    outcomes[i] = outcome
+        return [
+            Drawn(drafting, outcome, tuple(ids))
+            for drafting, outcome, ids in zip(self._draftings, outcomes, read_ids, strict=True)
+            if outcome is not None
+        ]
+
+
+class _Vocabulary:
+    """Proposals whose logits have the same columns."""
+
+    def __init__(
+        self, rows: Sequence[int], draftings: Sequence[Drafting], like: Tensor, depth_count: int
+    ) -> None:
+        """`rows` are those of the proposals among all of a step."""
+        self.rows = list(rows)
+        self._draftings = draftings
+        self._shared = draftings[0].shared
+        self._depth = 0
+        self._wants_logits = any(drafting.options.with_token_logits for drafting in draftings)
+        width = draftings[0].options.vocabulary_size or like.shape[-1]
+        if self._shared is not None:
+            width = len(self._shared.draft_ids)
+        column_count = min(width, like.shape[-1])
+        everyone = list(range(len(draftings)))
+        ways: list[_Greedy]
+        if all(drafting.options.sampling.is_greedy for drafting in draftings):
+            ways = [_Greedy(everyone, draftings, depth_count, column_count)]
+        else:
+            sparse = [i for i in everyone if draftings[i].options.row_kind is RowKind.SUPPORT]
+            full = [i for i in everyone if draftings[i].options.row_kind is not RowKind.SUPPORT]
+            ways = []
+            if sparse:
+                ways.append(_Sparse(sparse, draftings, depth_count, column_count))
+            if full:
+                ways.append(_Full(full, draftings, depth_count, column_count))
+        self._ways = ways
+        self._logits: tuple[Tensor, Tensor] | None = None
+        """The last ones, before and after grammars."""
+
+    def inputs(self, device: torch.device) -> list[IntArray | FloatArray]:
+        """Numbers that are needed on the device, for all positions."""
+        own = np.array(self.rows, dtype=np.int64)
+        return [own, *(array for way in self._ways for array in way.inputs(device))]
+
+    def take_inputs(self, given: Iterator[Tensor]) -> None:
+        """Take them from there, in the same order."""
+        self.places = next(given)
+        for way in self._ways:
+            way.take_inputs(given)
+
+    def launch(self, logits: Tensor, sampler: Sampler) -> tuple[Tensor, list[Tensor]]:
+        """The draft's own ids of the next tokens, and what the host reads."""
+        shared = self._shared
+        unmasked = known_to_target(logits, self._draftings[0].options.vocabulary_size)
+        own = unmasked if shared is None else shared.restricted(unmasked)
+        own = _apply_grammars(self._draftings, own, shared)
+        own = _apply_penalties(self._draftings, own)
+        self._logits = unmasked, own
+        ids = None if shared is None else shared.target_ids
+        launched = [
+            way.launch(own if len(self._ways) == 1 else own[way.places], self._depth, sampler, ids)
+            for way in self._ways
+        ]
+        self._depth += 1
+        columns = launched[0][0]
+        if len(self._ways) > 1:
+            columns = columns.new_empty(len(self._draftings))
+            for way, (own_columns, *_) in zip(self._ways, launched, strict=True):
+                columns[way.places] = own_columns
+        some = columns.clamp(min=0)
+        chosen = [own.gather(1, some[:, None])[:, 0].float()] if self._wants_logits else []
+        tensors = [columns, *chosen, *(each for _, *rest in launched for each in rest)]
+        if shared is None:
+            return columns, tensors
+        return torch.where(columns < 0, columns, shared.draft_ids[some]), tensors
+
+    def read(self, found: Iterator[HostArray], wanted: Sequence[bool]) -> list[Outcome | None]:
+        """Extend the wanted ones of the proposals by their tokens at the next position."""
+        columns: list[int] = next(found).tolist()
+        chosen = next(found).tolist() if self._wants_logits else [0.0] * len(columns)
+        for way in self._ways:
+            own = [wanted[i] and columns[i] >= 0 for i in way.rows]
+            way.record(found, own)
+        return [
+            self._extend(i, column, logit) if is_wanted else None
+            for i, (column, logit, is_wanted) in enumerate(zip(columns, chosen, wanted, strict=True))
+        ]
+
+    def _extend(self, row: int, column: int, logit: float) -> Outcome:
+        """Extend a proposal by the token of this column; -1 stands for logits that are not finite."""
+        drafting = self._draftings[row]
+        if column < 0:
+            drafting.is_cut = self._is_cut(row)
+            if drafting.is_cut:
+                return drafting.outcome()
+            return non_finite(drafting.base_length + len(drafting.token_ids))
+        shared = drafting.shared
+        drafting.token_ids.append(column if shared is None else int(shared.target_host_ids[column]))
+        drafting.last_read = column if shared is None else int(shared.draft_host_ids[column])
+        if drafting.options.with_token_logits:
+            drafting.token_logits.append(logit)
+        return drafting.outcome()
+
+    def _is_cut(self, row: int) -> bool:
+        """True if a grammar leaves no token that the draft knows, although its logits are good."""
+        drafting = self._draftings[row]
+        if (drafting.grammar is None and drafting.mask is None) or self._logits is None:
+            return False
+        unmasked, own = (logits[row] for logits in self._logits)
+        return bool(unmasked.isfinite().any() and not unmasked.isnan().any() and (own == -torch.inf).all())
+
+
+class _Greedy:
+    """Takes the most probable tokens."""
+
+    def __init__(
+        self, rows: Sequence[int], draftings: Sequence[Drafting], depth_count: int, column_count: int
+    ) -> None:
+        """`rows` are those of the proposals that are drawn like this, among `draftings`."""
+        self.rows = list(rows)
+        self._draftings = [draftings[i] for i in rows]
+        self._depth_count = depth_count
+        self._given: list[Tensor] = []
+
+    def inputs(self, device: torch.device) -> list[IntArray | FloatArray]:
+        """Numbers that are needed on the device."""
+        return [np.array(self.rows, dtype=np.int64)]
+
+    def take_inputs(self, given: Iterator[Tensor]) -> None:
+        """Take them from there."""
+        self.places = next(given)
+
+    def launch(self, logits: Tensor, depth: int, sampler: Sampler, ids: Tensor | None) -> list[Tensor]:
+        """The column of each row of the logits, -1 where it is not finite; then what else the host reads.
+
+        `ids` are the target's of each column, which key its noise; None: columns are ids.
+        """
+        return [sampler.argmax(logits)]
+
+    def record(self, found: Iterator[HostArray], wanted: Sequence[bool]) -> None:
+        """Read what was launched behind the columns, and note what travels with the wanted ones of the proposals."""
+
+    def _keys(self) -> IntArray:
+        """Of the noise of each position and proposal, int64 [positions, proposals]."""
+        keys = [[each.key(depth) for each in self._draftings] for depth in range(self._depth_count)]
+        return np.array(keys, dtype=np.int64)
+
+
+class _Full(_Greedy):
+    """Draws from distributions over the whole vocabulary."""
+
+    def __init__(
+        self, rows: Sequence[int], draftings: Sequence[Drafting], depth_count: int, column_count: int
+    ) -> None:
+        super().__init__(rows, draftings, depth_count, column_count)
+        self._sampling = [drafting.options.sampling for drafting in self._draftings]
+
+    def inputs(self, device: torch.device) -> list[IntArray | FloatArray]:
+        return [*super().inputs(device), self._keys(), *parameters_for(self._sampling, device)]
+
+    def take_inputs(self, given: Iterator[Tensor]) -> None:
+        super().take_inputs(given)
+        self._given = [next(given)]
+        if self._given[0].device.type != "cpu":
+            self._given.append(next(given))
+
+    def launch(self, logits: Tensor, depth: int, sampler: Sampler, ids: Tensor | None) -> list[Tensor]:
+        keys, *parameters = self._given
+        probs = sampler.probabilities(logits, self._sampling, *parameters)
+        return [sampler.sample_tokens(probs, keys[depth], ids)]
+
+
+class _Sparse(_Full):
+    """Draws from the top of each distribution, which then is the whole distribution.
+
+    A draft may use any distribution, as long as it draws from the one that it reports. So only the top logits are
+    warped, and no sum over the vocabulary is needed.
+    """
+
+    def __init__(
+        self, rows: Sequence[int], draftings: Sequence[Drafting], depth_count: int, column_count: int
+    ) -> None:
+        super().__init__(rows, draftings, depth_count, column_count)
+        own = self._draftings
+        self._width = min(max(drafting.options.draft_top_k for drafting in own), column_count)
+        self._sampling = [drafting.truncate_sampling(self._width) for drafting in own]
+        self._keeps_all = all(drafting.options.draft_support_mass >= 1.0 for drafting in own)
+
+    def inputs(self, device: torch.device) -> list[IntArray | FloatArray]:
+        masses = np.array([drafting.options.draft_support_mass for drafting in self._draftings])
+        return [masses, *super().inputs(device)]
+
+    def take_inputs(self, given: Iterator[Tensor]) -> None:
+        self._masses = next(given)
+        super().take_inputs(given)
+
+    def launch(self, logits: Tensor, depth: int, sampler: Sampler, ids: Tensor | None) -> list[Tensor]:
+        keys, *parameters = self._given
+        top_logits, columns = sampler.topk(logits, self._width)
+        probs = sampler.probabilities(top_logits, self._sampling, *parameters)
+        # The distribution travels in binary32, so the token must be drawn from binary32 probabilities.
+        probs = probs.float().double()
+        if not self._keeps_all:
+            probs = _of_mass(probs, self._masses)
+        token_ids = columns if ids is None else ids[columns]
+        winners = sampler.sample(probs, keys[depth], token_ids)
+        drawn = columns.gather(1, winners[:, None])[:, 0]
+        return [torch.where(probs[:, 0] > 0.0, drawn, -1), probs, token_ids]
+
+    def record(self, found: Iterator[HostArray], wanted: Sequence[bool]) -> None:
+        rows = next(found)
+        ids = next(found)
+        # Probabilities descend, so those that are kept come first.
+        counts = (rows > 0.0).sum(axis=1).tolist()
+        with np.errstate(invalid="ignore"):
+            shares = rows / rows.sum(axis=1, keepdims=True)
+        for number, (drafting, is_wanted) in enumerate(zip(self._draftings, wanted, strict=True)):
+            if is_wanted:
+                count = counts[number]
+                drafting.distributions.append(SparseDistribution(ids[number, :count], shares[number, :count]))
 
 
 def _apply_grammars(draftings: Sequence[Drafting], logits: Tensor, shared: SharedTokens | None) -> Tensor:
@@ -246,84 +566,7 @@ def lenient_masks(grammar: GrammarState, before: Sequence[int], proposed: Sequen
         return np.full((len(proposed) + 1, grammar.words), -1, dtype=np.int32)
 
 
-def _with_token(drafting: Drafting, column: int, logits: Tensor, unmasked: Tensor) -> Outcome:
-    """Extend a proposal by the token of this column; -1 stands for logits that are not finite."""
-    if column < 0:
-        is_masked = drafting.grammar is not None or drafting.mask is not None
-        drafting.is_cut = is_masked and bool(
-            unmasked.isfinite().any() and not unmasked.isnan().any() and (logits == -torch.inf).all()
-        )
-        if drafting.is_cut:
-            return drafting.outcome()
-        return non_finite(drafting.base_length + len(drafting.token_ids))
-    shared = drafting.shared
-    drafting.token_ids.append(column if shared is None else int(shared.target_ids[column]))
-    drafting.last_read = column if shared is None else int(shared.draft_ids[column])
-    if drafting.options.with_token_logits:
-        drafting.token_logits.append(float(logits[column]))
-    return drafting.outcome()
-
-
-def _draw(draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler, ids: Tensor | None) -> list[int]:
-    """Draw a column for each row, -1 where its logits are not finite, and record the distributions that travel.
-
-    Logits are [len(draftings), V]. `ids` are the target's of each column, which key its noise; None: columns are ids.
-    """
-    found = [-1] * len(draftings)
-    sparse = [i for i, d in enumerate(draftings) if d.options.row_kind is RowKind.SUPPORT]
-    full = [i for i, d in enumerate(draftings) if d.options.row_kind is not RowKind.SUPPORT]
-    if sparse:
-        own = logits if len(sparse) == len(draftings) else logits[sparse]
-        _draw_sparse([draftings[i] for i in sparse], own, sparse, found, sampler, ids)
-    if full:
-        probs = sampler.probabilities(logits[full], [draftings[i].options.sampling for i in full])
-        drawn = sampler.sample_tokens(probs, _keys([draftings[i] for i in full], logits), ids).tolist()
-        for i, column in zip(full, drawn, strict=True):
-            found[i] = column
-    return found
-
-
-def _draw_sparse(
-    draftings: Sequence[Drafting],
-    logits: Tensor,
-    indices: Sequence[int],
-    found: list[int],
-    sampler: Sampler,
-    all_ids: Tensor | None,
-) -> None:
-    """Draw from the top of each distribution, which then is the whole distribution.
-
-    A draft may use any distribution, as long as it draws from the one that it reports. So only the top logits are
-    warped, and no sum over the vocabulary is needed.
-    """
-    width = min(max(drafting.options.draft_top_k for drafting in draftings), logits.shape[-1])
-    top_logits, columns = sampler.topk(logits, width)
-    probs = sampler.probabilities(top_logits, [drafting.truncate_sampling(width) for drafting in draftings])
-    # The distribution travels in binary32, so the token must be drawn from binary32 probabilities.
-    probs = _of_mass(probs.float().double(), [drafting.options.draft_support_mass for drafting in draftings])
-    token_ids = columns if all_ids is None else all_ids[columns]
-    drawn = sampler.sample(probs, _keys(draftings, logits), token_ids).tolist()
-    rows, ids = probs.cpu().numpy(), token_ids.cpu().numpy()
-    # Probabilities descend, so those that are kept come first. Where the first is NaN, so are the others.
-    counts = np.where(rows[:, 0] > 0.0, (rows > 0.0).sum(axis=1), 0).tolist()
-    with np.errstate(invalid="ignore"):
-        shares = rows / rows.sum(axis=1, keepdims=True)
-    for number, (drafting, i, count, winner) in enumerate(
-        zip(draftings, indices, counts, drawn, strict=True)
-    ):
-        if count:
-            drafting.distributions.append(SparseDistribution(ids[number, :count], shares[number, :count]))
-            found[i] = int(columns[number, winner])
-
-
-def _of_mass(probs: Tensor, masses: Sequence[float]) -> Tensor:
+def _of_mass(probs: Tensor, masses: Tensor) -> Tensor:
     """Keep the fewest columns that hold each row's mass, up to 1, and set the others to 0. Probs are float64 [R, M],
-    descending. Sampling needs no sum of one."""
-    if min(masses) >= 1.0:
-        return probs
-    wanted = torch.tensor(masses, dtype=probs.dtype, device=probs.device)[:, None]
-    return torch.where(probs.cumsum(-1) - probs < wanted, probs, 0.0)
-
-
-def _keys(draftings: Sequence[Drafting], like: Tensor) -> Tensor:
-    return torch.tensor([drafting.next_key for drafting in draftings], dtype=torch.int64, device=like.device)
+    descending; masses [R]. Sampling needs no sum of one."""
+    return torch.where(probs.cumsum(-1) - probs < masses[:, None], probs, 0.0)

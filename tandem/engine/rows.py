@@ -316,7 +316,7 @@ class DrawnTokens(GreedyTokens):
         self._sampling = sampling_of_rows(requests)
 
     def inputs(self, device: torch.device) -> list[IntArray | FloatArray]:
-        return [keys_of_rows(self._requests), *_parameters(self._sampling, device)]
+        return [keys_of_rows(self._requests), *parameters_for(self._sampling, device)]
 
     def launch(self, logits: Tensor, inputs: Sequence[Tensor], sampler: Sampler) -> list[Tensor]:
         keys, *columns = inputs
@@ -341,7 +341,7 @@ class SupportRows(RowsOfKind):
     def inputs(self, device: torch.device) -> list[IntArray | FloatArray]:
         rows = np.repeat(np.arange(len(self._supports)), self._sizes)
         places = np.stack((rows, np.concatenate(self._supports)))
-        return [keys_of_rows(self._requests), places, *_parameters(self._sampling, device)]
+        return [keys_of_rows(self._requests), places, *parameters_for(self._sampling, device)]
 
     def launch(self, logits: Tensor, inputs: Sequence[Tensor], sampler: Sampler) -> list[Tensor]:
         """Probabilities inside, samples outside and their probabilities, masses outside, highest logits; statistics
@@ -415,7 +415,7 @@ class SupportRows(RowsOfKind):
         ]
 
 
-def _parameters(sampling: Sequence[SamplingParams], device: torch.device) -> list[FloatArray]:
+def parameters_for(sampling: Sequence[SamplingParams], device: torch.device) -> list[FloatArray]:
     """The parameters for the device, if that is another; a CPU takes them from `sampling`."""
     return [] if device.type == "cpu" else [parameter_rows(sampling)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import accumulate
@@ -51,6 +52,18 @@ class BranchStep:
     def span(self, group: int) -> Span:
         written = self.sequence.length + self.depth * len(self.trunk_lengths)
         return self.sequence.tables[group], written, written + self.token_count
+
+
+@dataclass(frozen=True, slots=True)
+class BranchDraws:
+    """Draws all tokens of a job's branches in a row, where their logits are."""
+
+    begin: Callable[[Any, Tensor, SequenceOf[int]], Any]
+    """Makes what draws (`tandem.engine_vllm.worker.Draws`), for payloads, logits like those given, and counts."""
+    payloads: SequenceOf[Any]
+    """One for each branch."""
+    count: int
+    """Tokens of each."""
 
 
 class Packing:
@@ -110,11 +123,11 @@ class StepBackend(ABC):
     is_warm = False
     """True once those for which there was time have been run: what is prepared from then on delays requests."""
 
-    max_rows: int | None = None
-    """Rows of one sequence that a step can have; None for any number."""
     can_branch: bool = False
     writes_behind_trunk: bool = False
     """True if a branch's keys and values lie behind the trunk, where its sequence can take them over."""
+    draws_branches: bool = False
+    """True for `draw_branches`."""
 
     def prompt_tokens(self, limit: int) -> int:
         """The number of prompt tokens, up to `limit`, that a step should take for this backend to be fast."""
@@ -134,6 +147,13 @@ class StepBackend(ABC):
 
         Returns the logits that follow each branch's token, as `run` does.
         """
+        raise NotImplementedError
+
+    def draw_branches(
+        self, parts: SequenceOf[BranchStep], draws: SequenceOf[BranchDraws]
+    ) -> list[SequenceOf[Any] | None]:
+        """Runs the first step of branches and all that follow, without the host; what was drawn for each part, None
+        where there is no room."""
         raise NotImplementedError
 
 

@@ -89,7 +89,9 @@ class BlockCache:
     heads: VllmHeads | None = field(default=None, kw_only=True)
     """Read what steps leave; None: nobody does."""
     lookahead: int = field(default=0, kw_only=True)
-    """Tokens behind a step's for which the heads need room."""
+    """Tokens behind a step's for which the heads need room, or what a draft draws in a row."""
+    sends_proposals: bool = field(default=True, kw_only=True)
+    """To the workers tokens with rows of their own are a proposal; otherwise they are certain."""
     _held: dict[Sequence, _Held] = field(default_factory=dict, init=False)
     _branches: dict[Sequence, list[Sequence]] = field(default_factory=dict, init=False)
     _finished: list[str] = field(default_factory=list, init=False)
@@ -169,6 +171,14 @@ class BlockCache:
     def is_ready(self, sequence: Sequence, end: int) -> bool:
         held = self._held.get(sequence)
         return held is not None and self._with_lookahead(end) <= held.capacity
+
+    def room(self, sequence: Sequence) -> int:
+        """Tokens behind the sequence's last one whose places the workers know."""
+        held = self._held.get(sequence)
+        if held is None or held.sent is None:
+            return 0
+        end: int = min(held.sent_capacity, self.manager.max_model_len)
+        return max(end - sequence.length, 0)
 
     def _with_lookahead(self, end: int) -> int:
         """Tokens for which a step needs room that ends there. vLLM gives none beyond its longest sequence."""
@@ -328,6 +338,9 @@ class BlockCache:
             held.sent, held.sent_capacity = tuple(map(len, ids)), held.capacity
         # To the worker a proposal is no part of its sequence, so what is accepted of it is sent again.
         first = min(segment.start, held.sent_tokens)
-        held.sent_tokens = segment.end - max(row_count - 1, 0)
+        draft_count = max(row_count - 1, 0) if self.sends_proposals else 0
+        held.sent_tokens = segment.end - draft_count
         tokens = sequence.token_ids[first : segment.end]
-        return Part(held.request.request_id, is_new, segment.start, first, tokens, row_count, new_ids)
+        return Part(
+            held.request.request_id, is_new, segment.start, first, tokens, row_count, draft_count, new_ids
+        )

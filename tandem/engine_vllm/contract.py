@@ -77,7 +77,49 @@ USED: Mapping[str, tuple[str, ...]] = {
 USED_OF_RUNNERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "V1": {
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model": ("scheduler_output",),
-        "vllm.v1.worker.gpu_model_runner:ExecuteModelState": ("logits",),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._determine_batch_execution_and_padding": (
+            "num_tokens",
+            "num_reqs",
+            "num_scheduled_tokens_np",
+            "max_num_scheduled_tokens",
+        ),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_slot_mappings": (
+            "num_tokens_padded",
+            "num_reqs_padded",
+            "num_tokens_unpadded",
+        ),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata": (
+            "num_tokens",
+            "num_tokens_padded",
+            "num_reqs",
+            "num_reqs_padded",
+            "max_query_len",
+            "num_scheduled_tokens",
+            "slot_mappings",
+        ),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._model_forward": ("input_ids", "positions"),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._init_model_kwargs": (),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_padding_mask": (
+            "num_tokens_unpadded",
+            "num_tokens_padded",
+        ),
+        "vllm.v1.worker.gpu_model_runner:ExecuteModelState": ("logits", "hidden_states"),
+        "vllm.v1.worker.block_table:MultiGroupBlockTable.compute_slot_mapping": (
+            "num_reqs",
+            "query_start_loc",
+            "positions",
+        ),
+        "vllm.forward_context:set_forward_context": (
+            "attn_metadata",
+            "vllm_config",
+            "num_tokens",
+            "num_tokens_across_dp",
+            "cudagraph_runtime_mode",
+            "batch_descriptor",
+            "slot_mapping",
+            "is_padding",
+        ),
+        "vllm.distributed:get_tp_group": (),
         "vllm.v1.worker.gpu_input_batch:CachedRequestState": ("prompt_token_ids",),
     },
     "V2": {
@@ -108,7 +150,9 @@ RUNNER_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "V1": (
         "execute_model_state", "requests", "input_batch.req_ids", "input_batch.req_id_to_index",
         "input_batch.token_ids_cpu", "input_batch.is_token_ids", "input_batch.num_tokens_no_spec",
-        "input_batch.num_prompt_tokens",
+        "input_batch.num_prompt_tokens", "input_batch.block_table.block_tables", "input_ids.gpu", "positions",
+        "seq_lens", "query_start_loc.gpu", "query_start_loc.cpu", "optimistic_seq_lens_cpu", "attn_groups",
+        "uses_mrope", "supports_mm_inputs", "enable_prompt_embeds", "speculative_config", "model.compute_logits",
     ),
     "V2": (
         "execute_model_state", "req_states.req_id_to_index", "req_states.all_token_ids.stage_write",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,12 +24,12 @@ from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.checkpoint import Checkpoint, open_checkpoint, tokenizer_hash
 from tandem.engine.models.loading import end_ids_within
 from tandem.engine.rows import verifications
-from tandem.engine.steps import BranchStep, StepBackend
+from tandem.engine.steps import BranchDraws, BranchStep, StepBackend
 from tandem.engine_vllm.adapter import Core, gpus_to_itself, load_core, uses_v2_runner
 from tandem.engine_vllm.cache import BlockCache
 from tandem.engine_vllm.heads import VllmHeads
 from tandem.engine_vllm.runner_v2 import METHODS as HEADS_OF_V2
-from tandem.engine_vllm.step import RoundEnd
+from tandem.engine_vllm.step import Draws, RoundEnd
 from tandem.engine_vllm.worker import EXTENSION, NO_PROPOSER
 from tandem.errors import ConfigurationError
 from tandem.model.leading import Leading
@@ -48,6 +49,9 @@ _MAX_ROWS = MAX_CONFIGURED_TOKENS + 1
 """Rows of the longest proposal that can be configured: they are all in one step, even beside a full chunk."""
 LOAD_FORMATS = ("safetensors", "fastsafetensors", "runai_streamer", "bitsandbytes", "dummy")
 """Those of vLLM's that unpickle nothing."""
+_DRAWN_TOKENS = 16
+"""Tokens that a draft draws in a row; more of them where there happens to be room. As many as a block of vLLM's has on
+a GPU, so that the room for them is at most a block of each sequence."""
 _CPU_LENGTH = 4096
 """Tokens for which there is room in the cache of a model that names no limit."""
 _CPU_BLOCK_TOKENS = 32
@@ -71,8 +75,8 @@ def load_vllm(
     """Load a model into vLLM's workers.
 
     Args:
-        proposal_length: Tokens of proposals for which CUDA graphs are captured; 0 for a model of which steps want one
-            row of each sequence.
+        proposal_length: Tokens of proposals whose verification CUDA graphs are captured for; 0 for a draft, whose
+            steps mostly have one token of each sequence.
         head: Method and model of a drafting head beside it, as in vLLM's speculative configuration; None without one.
     """
     checkpoint = open_checkpoint(folder)
@@ -91,6 +95,7 @@ def load_vllm(
     with nullcontext() if settings.compute_device == "cpu" else gpus_to_itself(count):
         core = load_core(options, on_failure)
     model = VllmModel(core, checkpoint, count)
+    model.lookahead = 0 if proposal_length else _DRAWN_TOKENS - 1
     if head is not None:
         has_pairs = head["method"] not in _WITHOUT_CACHE
         model.heads = VllmHeads(model, proposal_length, has_pairs=has_pairs)
@@ -119,7 +124,7 @@ def _options(
         "gpu_memory_utilization": None if is_cpu else settings.device_memory_utilization,
         "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
         "block_size": _CPU_BLOCK_TOKENS if is_cpu else None,
-        # Without it vLLM computes one row of each sequence, and captures graphs of one token.
+        # Without it vLLM captures graphs of one token of each sequence.
         "speculative_config": _rows_of(proposal_length, head) if proposal_length else None,
         "seed": 0,
         "tensor_parallel_size": settings.device_count,
@@ -186,6 +191,7 @@ class RemoteLogits:
     """Logits of a step, where the workers left them."""
 
     model: VllmModel
+    cache: BlockCache
 
     def apply(self, function: Callable[[Any, Tensor], AnswerT], payload: Any) -> AnswerT:
         """Call a function with the payload and the logits, [rows, vocabulary_size], on their device.
@@ -193,6 +199,20 @@ class RemoteLogits:
         With workers in other processes, function and payload are pickled.
         """
         answer: AnswerT = self.model.call("tandem_apply", function, payload)
+        return answer
+
+    def room(self, sequence: Sequence) -> int:
+        """See `LogitsElsewhere`."""
+        return self.cache.room(sequence) if self.model.drafts_by_itself else 0
+
+    def draft(
+        self,
+        begin: Callable[[Any, Tensor, SequenceOf[int]], Draws[AnswerT]],
+        payload: Any,
+        counts: SequenceOf[int],
+    ) -> AnswerT:
+        """See `LogitsElsewhere`. With workers in other processes, function, payload and answer are pickled."""
+        answer: AnswerT = self.model.call("tandem_draft", begin, payload, list(counts))
         return answer
 
     def __getitem__(self, rows: slice) -> Tensor:
@@ -208,6 +228,13 @@ class VllmModel:
         self.info = _info(core, checkpoint, device_count)
         self.heads: VllmHeads | None = None
         """The model's own drafting head; None without one."""
+        self.lookahead = 0
+        """Tokens behind each step's for which there is to be room: those that heads read, or a draft draws in a row."""
+
+    @cached_property
+    def drafts_by_itself(self) -> bool:
+        """True if the workers can go on from a step by tokens of their own."""
+        return bool(self.call("tandem_drafts_by_itself"))
 
     @property
     def device(self) -> torch.device:
@@ -231,7 +258,8 @@ class VllmModel:
             core.running,
             has_windows=any(not core.sees_all(spec) for spec in specs),
             heads=self.heads,
-            lookahead=0 if self.heads is None else core.config.num_lookahead_tokens,
+            lookahead=self.lookahead if self.heads is None else core.config.num_lookahead_tokens,
+            sends_proposals=core.config.speculative_config is not None,
         )
         logger.info("kv cache sized", extra={"tokens": cache.usage().total_tokens})
         return cache, VllmSteps(self, cache, core)
@@ -283,8 +311,8 @@ class VllmSteps(StepBackend):
         self._model = model
         self._cache = cache
         self._limits = core.config.scheduler_config
-        self.max_rows = None if core.config.speculative_config else 1
-        self.can_branch = core.has_one_process and self.max_rows is None
+        self.can_branch = core.has_one_process
+        self.draws_branches = self.can_branch and model.drafts_by_itself
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Any:
         """See `StepBackend`; returns `RemoteLogits`."""
@@ -300,7 +328,7 @@ class VllmSteps(StepBackend):
             raise
         if heads is not None:
             heads.end_step(segments, row_counts)
-        return RemoteLogits(self._model)
+        return RemoteLogits(self._model, self._cache)
 
     def run_branches(self, parts: SequenceOf[BranchStep]) -> Tensor:
         """See `StepBackend`. Branches are sequences that share the blocks of their trunk. Logits of those for which
@@ -326,6 +354,35 @@ class VllmSteps(StepBackend):
                 self._cache.trim(part.sequence)
             raise
         return found
+
+    def draw_branches(
+        self, parts: SequenceOf[BranchStep], draws: SequenceOf[BranchDraws]
+    ) -> list[SequenceOf[Any] | None]:
+        """See `StepBackend`."""
+        branches: list[Sequence | None] = []
+        payloads: list[Any] = []
+        counts: list[int] = []
+        for part, own in zip(parts, draws, strict=True):
+            branches += self._cache.branches(part) or [None] * part.token_count
+            payloads += own.payloads
+            counts += [own.count] * part.token_count
+        found: list[Any] = [None] * len(branches)
+        try:
+            for rows in self._steps_of(branches):
+                segments = [
+                    Segment(each, each.pending_count) for i in rows if (each := branches[i]) is not None
+                ]
+                ends = accumulate(segment.token_count for segment in segments)
+                logits = self.run(segments, [end - 1 for end in ends])
+                drawn = logits.draft(draws[0].begin, [payloads[i] for i in rows], [counts[i] for i in rows])
+                for i, each in zip(rows, drawn, strict=True):
+                    found[i] = each
+        finally:
+            for part in parts:
+                self._cache.trim(part.sequence)
+        split = iter(found)
+        by_part = [[next(split) for _ in range(part.token_count)] for part in parts]
+        return [None if None in own else own for own in by_part]
 
     def _steps_of(self, branches: SequenceOf[Sequence | None]) -> Iterator[list[int]]:
         """Branches that are run together, by their numbers, as many as vLLM takes in a step."""

@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.engine.rows import to_device
 from tandem.engine_vllm.step import Part, RoundEnd, SharedNoise
 from tandem.model.sampling.noise import Purpose, sample, stream_keys
 
@@ -49,6 +51,8 @@ class RunnerV1:
         `execute_model` left logits [sum of all draft counts + 1, vocabulary_size], request after request; only the
         first rank may have them.
         """
+        if self._runner.speculative_config is None and any(part.row_count > 1 for part in parts):
+            return self._logits_of_states(state, parts)
         logits: Tensor | None = state.logits
         if logits is None:
             return None
@@ -60,6 +64,18 @@ class RunnerV1:
             count += by_id[request_id].draft_count + 1
         rows = [firsts[part.request_id] + row for part in parts for row in range(part.row_count)]
         return logits if rows == list(range(len(logits))) else logits[index_of(rows, logits)]
+
+    def _logits_of_states(self, state: Any, parts: Sequence[Part]) -> Tensor | None:
+        """`logits` where vLLM computes one row a request: from hidden states [tokens of the step, hidden_size]."""
+        by_id = {part.request_id: part for part in parts}
+        ends: dict[str, int] = {}
+        end = 0
+        for request_id in self.order(state):
+            end += by_id[request_id].end - by_id[request_id].start
+            ends[request_id] = end
+        rows = [ends[part.request_id] - back for part in parts for back in range(part.row_count, 0, -1)]
+        hidden = state.hidden_states
+        return cast("Tensor | None", self._runner.model.compute_logits(hidden[index_of(rows, hidden)]))
 
     def propose(self, state: Any, parts: Sequence[Part], ends: Sequence[RoundEnd], count: int) -> Tensor:
         """Tokens of vLLM's proposer behind the last step, [requests of the step, at least `count`], as its
@@ -88,7 +104,7 @@ class RunnerV1:
             metadata, sample_at, rejected = drafter.prepare_inputs_padded(
                 metadata,
                 state.spec_decode_metadata,
-                torch.tensor(kept_counts, dtype=torch.int32, device=device),
+                index_of(kept_counts, state.hidden_states).int(),
             )
             token_count = metadata.num_actual_tokens
         hidden = state.hidden_states
@@ -105,7 +121,7 @@ class RunnerV1:
                 target_token_ids=runner.input_ids.gpu[:token_count],
                 target_positions=runner._get_positions(token_count),
                 target_hidden_states=hidden[:token_count],
-                next_token_ids=torch.tensor(next_ids, dtype=torch.int32, device=device),
+                next_token_ids=index_of(next_ids, state.hidden_states).int(),
                 token_indices_to_sample=sample_at,
                 common_attn_metadata=metadata,
                 sampling_metadata=sampling,
@@ -143,12 +159,14 @@ class _NoisyDraws:
         silent = SharedNoise(1.0, 0, 0)
         given = [silent if each is None else each for each in noises]
         self._model = model
-        self._is_drawn = torch.tensor([each is not None for each in noises], device=device)
-        self._temperatures = torch.tensor(
-            [each.temperature for each in given], dtype=torch.float64, device=device
+        numbers = np.array(
+            [(each.seed, each.length, own is not None) for each, own in zip(given, noises, strict=True)],
+            dtype=np.int64,
         )
-        self._seeds = torch.tensor([each.seed for each in given], dtype=torch.int64, device=device)
-        self._lengths = torch.tensor([each.length for each in given], dtype=torch.int64, device=device)
+        temperatures = np.array([each.temperature for each in given])
+        columns, self._temperatures = to_device([numbers.T, temperatures], device)
+        self._seeds, self._lengths, is_drawn = columns
+        self._is_drawn = is_drawn > 0
         self._depth = 0
 
     def __call__(self, hidden_states: Tensor, _: Any) -> tuple[Tensor, None]:
@@ -167,8 +185,9 @@ class _NoisyDraws:
 
 
 def index_of(rows: Sequence[int], of: Tensor) -> Tensor:
-    """The rows as an index, on the tensor's device."""
-    return torch.tensor(rows, dtype=torch.int64, device=of.device)
+    """The rows as an index, on the tensor's device, in a copy that the host does not wait for."""
+    (found,) = to_device([np.array(rows, dtype=np.int64)], of.device)
+    return found
 
 
 def wait_for_device() -> None:

@@ -10,9 +10,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.engine.rows import to_device
 from tandem.engine_vllm.runner_v1 import index_of, wait_for_device
 from tandem.engine_vllm.step import Part, RoundEnd
 from tandem.model.sampling.noise import Purpose, sample, stream_keys
@@ -63,14 +65,12 @@ class RunnerV2:
 
         runner = self._runner
         states = runner.req_states
-        device = state.hidden_states.device
         batch = state.input_batch
         places = index_of([states.req_id_to_index[part.request_id] for part in parts], state.hidden_states)
         # To the runner nothing was sampled: what follows is told to the speculator alone.
         next_ids = torch.zeros_like(states.last_sampled_tokens)
-        next_ids[places, 0] = torch.tensor(
-            [end.next_token_id or 0 for end in ends], dtype=next_ids.dtype, device=device
-        )
+        own_ids = index_of([end.next_token_id or 0 for end in ends], state.hidden_states)
+        next_ids[places, 0] = own_ids.to(next_ids.dtype)
         kept = [end.accepted_count + 1 for end in ends]
         rejected = [part.draft_count - end.accepted_count for part, end in zip(parts, ends, strict=True)]
         noise = getattr(runner.speculator, NOISE, None)
@@ -84,8 +84,8 @@ class RunnerV2:
                 state.slot_mappings_by_layer,
                 get_drafter_hidden_states(runner.model, state.hidden_states),
                 state.aux_hidden_states,
-                torch.tensor(kept, dtype=torch.int32, device=device),
-                torch.tensor(rejected, dtype=torch.int32, device=device),
+                index_of(kept, state.hidden_states).int(),
+                index_of(rejected, state.hidden_states).int(),
                 next_ids,
                 states.next_prefill_tokens,
                 sampling.temperature.gpu,
@@ -146,12 +146,9 @@ class _Noise:
         self.seeds = torch.zeros(places, dtype=torch.int64, device=device)
 
     def set(self, places: Tensor, ends: Sequence[RoundEnd]) -> None:
-        temperatures = [0.0 if end.noise is None else end.noise.temperature for end in ends]
-        seeds = [0 if end.noise is None else end.noise.seed for end in ends]
-        self.temperatures[places] = torch.tensor(
-            temperatures, dtype=torch.float64, device=self.temperatures.device
-        )
-        self.seeds[places] = torch.tensor(seeds, dtype=torch.int64, device=self.seeds.device)
+        temperatures = np.array([0.0 if end.noise is None else end.noise.temperature for end in ends])
+        seeds = np.array([0 if end.noise is None else end.noise.seed for end in ends], dtype=np.int64)
+        self.temperatures[places], self.seeds[places] = to_device([temperatures, seeds], self.seeds.device)
 
 
 def _draw(

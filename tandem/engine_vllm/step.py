@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+AnswerT_co = TypeVar("AnswerT_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +26,14 @@ class Part:
     """Those behind them, up to the end of the step."""
     row_count: int
     """Rows that are wanted, of the last tokens."""
+    draft_count: int
+    """Last tokens that vLLM has to treat as a proposal, so that it computes `row_count` rows."""
     block_ids: tuple[list[int], ...]
     """For each group of layers, the blocks that the worker does not know."""
 
     @property
     def end(self) -> int:
         return self.first + len(self.token_ids)
-
-    @property
-    def draft_count(self) -> int:
-        """Tokens that vLLM has to treat as a proposal, so that it computes `row_count` rows."""
-        return max(self.row_count - 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +66,13 @@ class RoundEnd:
     """The token that follows them; None where nobody knows it yet."""
     noise: SharedNoise | None = None
     """With which the head draws; None where it takes the most probable tokens."""
+
+
+class Draws(Protocol[AnswerT_co]):
+    """Draws tokens in a row from the logits of the one before (`tandem.drafting.proposal.TokenDraws`)."""
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """The next token behind each row of the logits, int64 [rows]; negative where a row has none."""
+
+    def read(self) -> AnswerT_co:
+        """Bring what was drawn to the host."""

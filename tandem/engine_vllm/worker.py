@@ -14,9 +14,10 @@ from torch import Tensor
 
 from tandem.engine_vllm.adapter import prepare_runner
 from tandem.engine_vllm.contract import RUNNER_ATTRIBUTES, lacking
+from tandem.engine_vllm.passes import Passes, can_go_on
 from tandem.engine_vllm.runner_v1 import RunnerV1
 from tandem.engine_vllm.runner_v2 import RunnerV2
-from tandem.engine_vllm.step import Part, RoundEnd, Step
+from tandem.engine_vllm.step import Draws, Part, RoundEnd, Step
 
 AnswerT = TypeVar("AnswerT")
 
@@ -118,6 +119,40 @@ class RowWorker:
             return None
         rows = dict(zip(order, drafted.tolist(), strict=True))
         return [rows[part.request_id][:count] for part in parts]
+
+    def tandem_drafts_by_itself(self) -> bool:
+        """True if further tokens can follow a step's own, drawn here."""
+        return not is_v2(self.model_runner) and can_go_on(self.model_runner)
+
+    @torch.inference_mode()
+    def tandem_draft(
+        self,
+        begin: Callable[[Any, Tensor, Sequence[int]], Draws[AnswerT]],
+        payload: Any,
+        counts: Sequence[int],
+    ) -> AnswerT | None:
+        """Draw so many tokens behind each row of the last step, and run all but the last of them through the model. The
+        host does not wait for the device before it reads all of them; on the first rank, what it reads.
+
+        Args:
+            begin: Makes what draws, for this payload, for logits like the given ones, and with these counts.
+        """
+        logits = self._tandem_logits
+        left = self._tandem_left
+        if left is None or (logits is None and self.rank == 0):
+            raise RuntimeError("the step has left no logits")
+        _, parts = left
+        draws = begin(payload, logits, counts) if self.rank == 0 and logits is not None else None
+        passes = None
+        if max(counts) > 1:
+            drafted = [part.request_id for part in parts if part.row_count]
+            ends = {part.request_id: part.end for part in parts}
+            passes = Passes(self.model_runner, ends, dict(zip(drafted, counts, strict=True)))
+        for depth in range(max(counts)):
+            token_ids = None if draws is None or logits is None else draws.draw(logits)
+            if passes is not None and depth + 1 < max(counts):
+                logits = passes.run(token_ids)
+        return None if draws is None else draws.read()
 
     @torch.inference_mode()
     def tandem_time_head(self, sequences: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -42,6 +43,7 @@ from tests.unit.draft_service.test_mapped import (
     met,
 )
 from tests.unit.engine.tiny_models import MAX_LENGTH, save_checkpoint
+from tests.unit.engine_vllm.test_drafting import wander
 from tests.unit.engine_vllm.test_engine import drafted_rounds
 from tests.vllm.families import FAMILIES
 
@@ -105,6 +107,32 @@ async def test_proposals_and_what_follows_them_are_those_of_the_embedded_engine(
                 assert isinstance(given, SparseDistribution)
                 assert isinstance(known, SparseDistribution)
                 np.testing.assert_allclose(given.probs, known.probs, atol=1e-3)
+
+
+@pytest.mark.parametrize("options", [GREEDY, STRICT, SUPPORT], ids=["greedy", "strict", "support"])
+async def test_tokens_in_a_row_are_those_of_the_embedded_engine(
+    proposers: Pair, options: DraftOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several sequences, whose proposals have different lengths, beside prompts that are read in parts."""
+    over_vllm, own = proposers
+    calls: list[str] = []
+    model: Any = over_vllm._engine.model
+    call = model.call
+
+    def counted(method: str, *arguments: Any) -> Any:
+        calls.append(method)
+        return call(method, *arguments)
+
+    monkeypatch.setattr(model, "call", counted)
+    seeds = range(8)
+    found = await asyncio.gather(*(wander(over_vllm, options, seed) for seed in seeds))
+    expected = await asyncio.gather(*(wander(own, options, seed) for seed in seeds))
+    for rounds, known in zip(found, expected, strict=True):
+        assert [each.token_ids for each in rounds] == [each.token_ids for each in known]
+    calls.clear()
+    rounds = await wander(over_vllm, options, 3)
+    assert sum(map(len, rounds)) > 2 * len(rounds)
+    assert calls.count("tandem_step") == calls.count("tandem_draft") == len(rounds)
 
 
 async def test_proposals_for_a_target_with_another_tokenizer_are_those_of_the_embedded_engine(

@@ -13,13 +13,21 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from tandem.drafting.proposal import Drafting, extend_drafts, known_to_target, lenient_masks, masked_tokens
+from tandem.drafting.proposal import (
+    Drafting,
+    Drawn,
+    TokenDraws,
+    extend_drafts,
+    known_to_target,
+    lenient_masks,
+    masked_tokens,
+)
 from tandem.engine.core.background import HeadStart
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Failed, StepRecord
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.rows import Sampler, apply_penalties
-from tandem.engine.steps import BranchStep
+from tandem.engine.steps import BranchDraws, BranchStep
 from tandem.errors import TandemError
 from tandem.model.grammar import GrammarState
 from tandem.model.sampling.noise import gumbel, recovery_keys, target_keys
@@ -188,7 +196,9 @@ class BranchDrafting:
         count = min(self.budget.branch_count, room // tokens)
         led = 0 if lead is None else len(lead.token_ids)
         reads_last = (
-            count * (tokens + 1) <= room and self.delta.length + led + tokens < drafter.engine.max_length
+            drafter.engine.keeps_branches
+            and count * (tokens + 1) <= room
+            and self.delta.length + led + tokens < drafter.engine.max_length
         )
         self._token_count, self._max_depth = tokens, tokens + reads_last
         inputs = self._choose(ranking, count)
@@ -259,10 +269,30 @@ class BranchDrafting:
             self._keep_within_bytes()
             if not self._branches:
                 return None
-            self._ready.append(self._take_depth())
+            self._ready.append(self._take_depth(self._token_count))
         else:
             self._ready += self._certain_depths(self.trunk)
         return self._step([branch.last_read for branch in self._branches])
+
+    @property
+    def draws(self) -> BranchDraws | None:
+        """See `BackgroundJob`. Where the draft writes text, the host reads each token."""
+        writes_text = self.trunk is not None and self.trunk.tokens is None
+        if writes_text or self._lead_count or not all(branch.is_free for branch in self._branches):
+            return None
+        return BranchDraws(TokenDraws, self._branches, self._token_count)
+
+    def take(self, drawn: Sequence[Drawn]) -> None:
+        """See `BackgroundJob`."""
+        self._branches = [each.drafting for each in drawn]
+        if any(isinstance(each.outcome, Failed) for each in drawn):
+            return  # an explicit request for this proposal raises the error
+        for depth in range(self._token_count):
+            self._depth = depth + 1
+            self._keep_within_bytes()
+            if not self._branches:
+                return
+            self._ready.append(self._take_depth(self._depth))
 
     def count_step(self, record: StepRecord) -> None:
         ready, self._ready = self._ready, []
@@ -288,7 +318,7 @@ class BranchDrafting:
         allowed = MAX_ROUND_BYTES * self._depth // self._token_count
         kept = 0
         for branch in self._branches:
-            ids = len(branch.distributions[-1].token_ids) if branch.distributions else 0
+            ids = len(branch.distributions[self._depth - 1].token_ids) if branch.distributions else 0
             # A token and its support's size; an id and its probability
             size = 6 + 8 * ids
             if self._bytes + size > allowed:
@@ -297,14 +327,15 @@ class BranchDrafting:
             kept += 1
         del self._branches[kept:]
 
-    def _take_depth(self) -> DraftedOutcomes:
+    def _take_depth(self, known: int) -> DraftedOutcomes:
+        """The outcomes' tokens at this depth; of the first outcome all of those that are told, `known`."""
         depth = self._depth - 1
         return replace(
             self._outcomes_at(depth, [branch.token_ids[depth] for branch in self._branches]),
             distributions=tuple(
-                branch.distributions[-1] for branch in self._branches if branch.distributions
+                branch.distributions[depth] for branch in self._branches if branch.distributions
             ),
-            lead_token_ids=tuple(self._branches[0].token_ids[depth + 1 : self._token_count]),
+            lead_token_ids=tuple(self._branches[0].token_ids[depth + 1 : known]),
         )
 
     def _outcomes_at(self, depth: int, token_ids: Sequence[int]) -> DraftedOutcomes:

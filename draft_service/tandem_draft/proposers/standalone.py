@@ -43,8 +43,6 @@ def load_standalone(
         runner = load_vllm(
             settings,
             folder,
-            # The outcomes of a verification are ranked by rows of several positions, which it computes for proposals
-            proposal_length=int(drafts_ahead),
             load_config=settings.draft_load_config,
             on_failure=on_failure,
         )

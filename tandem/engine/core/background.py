@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from tandem.engine.core.jobs import ResultT, StepRecord
 from tandem.engine.core.timing import StepWatchdog
 from tandem.engine.kv_cache.sequence import Segment, Sequence, SequenceCache
-from tandem.engine.steps import BranchStep, StepBackend
+from tandem.engine.steps import BranchDraws, BranchStep, StepBackend
 from tandem.errors import InvalidRequestError, TandemError
 from tandem.model.types import Delta, common_length
 
@@ -59,6 +59,13 @@ class BackgroundJob(Protocol):
 
     def advance(self, logits: Tensor) -> BranchStep | None:
         """Take the logits that follow each branch, [branches, vocabulary_size], and return what to run next."""
+
+    @property
+    def draws(self) -> BranchDraws | None:
+        """Draws all tokens of the branches in a row, in place of `advance`; None where that needs the host."""
+
+    def take(self, drawn: SequenceOf[Any]) -> None:
+        """Take what was drawn like that, for each branch."""
 
     def count_step(self, record: StepRecord) -> None:
         """A step of branches has ended, with what `advance` made of it."""
@@ -252,6 +259,8 @@ class BackgroundWork:
         counts = [step.token_count for step in steps]
         tokens = sum(counts)
         self._watchdog.begin(tokens)
+        if self._draw(begun, steps, began):
+            return
         logits = _parts(self._runner.run_branches(steps), counts)
         for (branches, step), own in zip(begun, logits, strict=True):
             self._keep(branches, step, own)
@@ -259,6 +268,29 @@ class BackgroundWork:
         record = self._count(len(begun), tokens, tokens, began)
         for branches, _ in begun:
             branches.job.count_step(record)
+
+    def _draw(
+        self,
+        begun: SequenceOf[tuple[_Branches, BranchStep]],
+        steps: SequenceOf[BranchStep],
+        began: float,
+    ) -> bool:
+        """Run all steps of these branches in a row; false if they need the host in between."""
+        if not self._runner.draws_branches:
+            return False
+        given = [branches.job.draws for branches, _ in begun]
+        draws = [each for each in given if each is not None]
+        if len(draws) < len(given):
+            return False
+        for (branches, _), drawn in zip(begun, self._runner.draw_branches(steps, draws), strict=True):
+            if drawn is not None:
+                self._try(branches.job, partial(branches.job.take, drawn))
+        passes = max(each.count for each in draws)
+        tokens = sum(step.token_count * each.count for step, each in zip(steps, draws, strict=True))
+        record = self._count(len(begun), tokens, tokens, began, passes)
+        for branches, _ in begun:
+            branches.job.count_step(record)
+        return True
 
     def _keep(self, branches: _Branches, step: BranchStep, logits: Tensor) -> None:
         """Keep a copy of a step's logits while there is room. Branches without are computed again."""
@@ -295,9 +327,9 @@ class BackgroundWork:
         self._begun.pop(job.sequence, None)
         job.fail(error if isinstance(error, TandemError) else TandemError("the model's step failed"))
 
-    def _count(self, sequences: int, tokens: int, rows: int, began: float) -> StepRecord:
+    def _count(self, sequences: int, tokens: int, rows: int, began: float, passes: int = 1) -> StepRecord:
         seconds = time.perf_counter() - began
-        return self._on_step(StepRecord(sequences, tokens, rows, seconds, seconds))
+        return self._on_step(StepRecord(sequences, tokens, rows, seconds, seconds, passes))
 
 
 def _parts(logits: Tensor, counts: SequenceOf[int]) -> list[Tensor]:

@@ -20,11 +20,12 @@ import torch
 
 from tandem.engine.core.background import BackgroundJob, BackgroundWork
 from tandem.engine.core.jobs import (
-    Continue,
     Done,
     Drafter,
+    Extended,
     Failed,
     Head,
+    HeadOutcome,
     Job,
     Leads,
     PayloadT,
@@ -78,7 +79,6 @@ class Engine(Generic[PayloadT, ResultT]):
         self._most_together = min(free_places, max(shape.page_count // (2 * shape.group_count), 1))
         self._places = FairPlaces(free_places, settings.kept_sequences)
         self._max_waiting = settings.max_waiting
-        self._max_rows = runner.max_rows or self.max_length
         self._on_step = on_step
         self._on_failure = on_failure
         self._is_closing = False
@@ -196,7 +196,7 @@ class Engine(Generic[PayloadT, ResultT]):
         makes other tokens, or they would be known already."""
         token_id, loop = number % self.model.info.vocabulary_size, asyncio.get_running_loop()
         jobs: list[Job[Any]] = [
-            Job(sequence, Delta(0, (token_id,) * count), min(count, self._max_rows) if with_rows else 0, None)
+            Job(sequence, Delta(0, (token_id,) * count), count if with_rows else 0, None)
             for sequence, count in zip(sequences, step, strict=False)
         ]
         for job in jobs:
@@ -265,6 +265,11 @@ class Engine(Generic[PayloadT, ResultT]):
     def waits_for_pages(self, sequence: Sequence) -> bool:
         """See `SequenceEngine`. The event loop only looks at what the thread notes."""
         return sequence in self._pages.waiting
+
+    @property
+    def keeps_branches(self) -> bool:
+        """True if a branch that comes true need not be computed again."""
+        return self._runner.writes_behind_trunk
 
     def put_back(self, job: BackgroundJob) -> None:
         """Runs branches of a sequence while there is no job to run, a step at a time, until a job of it comes."""
@@ -495,7 +500,13 @@ class Engine(Generic[PayloadT, ResultT]):
             self._watchdog.end()
         self._failed_steps = 0
         seconds = time.perf_counter() - began
-        record = self._stepped(StepRecord(len(jobs), token_count, row_count, model_end - began, seconds))
+        further = [len(each.token_ids) for _, each in outcomes if isinstance(each, Extended)]
+        token_count += sum(further)
+        row_count += sum(further)
+        pass_count = 1 + max(further, default=0)
+        record = self._stepped(
+            StepRecord(len(jobs), token_count, row_count, model_end - began, seconds, pass_count)
+        )
         for job in jobs:
             job.count_step(record.seconds, len(jobs), token_count)
         for job, outcome in outcomes:
@@ -513,7 +524,7 @@ class Engine(Generic[PayloadT, ResultT]):
 
     def _run(
         self, segments: SequenceOf[Segment], jobs: SequenceOf[Job[PayloadT]]
-    ) -> tuple[list[tuple[Job[PayloadT], Done[ResultT] | Failed | Continue]], int, float]:
+    ) -> tuple[list[tuple[Job[PayloadT], HeadOutcome[ResultT]]], int, float]:
         """Runs the model and asks the head; returns outcomes, the number of rows and when the forward pass ended."""
         rows: list[int] = []
         """Indices of the step's tokens whose logits are wanted, which complete the jobs that are ready."""
@@ -541,7 +552,12 @@ class Engine(Generic[PayloadT, ResultT]):
     def _prepare(self, ready: SequenceOf[Job[PayloadT]]) -> None:
         """Begins, on another thread, what the head needs for jobs that the forward pass to come completes."""
 
-    def _conclude(self, job: Job[PayloadT], outcome: Done[ResultT] | Failed | Continue) -> None:
+    def _conclude(self, job: Job[PayloadT], outcome: HeadOutcome[ResultT]) -> None:
+        if isinstance(outcome, Extended):
+            for token_id in outcome.token_ids:
+                job.sequence.append(token_id)
+            job.sequence.advance(len(outcome.token_ids))
+            outcome = outcome.outcome
         if isinstance(outcome, Done):
             result, following = outcome.go_on() if outcome.go_on is not None else (outcome.result, None)
             self._settle(job, result)

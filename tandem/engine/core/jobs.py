@@ -72,13 +72,24 @@ class Continue:
 
 
 @dataclass(frozen=True, slots=True)
+class Extended:
+    """The model has already run these tokens behind the job's sequence, one after the other; then comes the outcome."""
+
+    token_ids: SequenceOf[int]
+    outcome: Done[Any] | Failed | Continue
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The job has no result; its sequence is computed again, since its keys and values cannot be trusted."""
 
     error: TandemError
 
 
-Head: TypeAlias = Callable[[SequenceOf[Job[PayloadT]], Tensor], SequenceOf[Done[ResultT] | Failed | Continue]]
+HeadOutcome: TypeAlias = Done[ResultT] | Failed | Continue | Extended
+"""What becomes of a job whose rows are computed."""
+
+Head: TypeAlias = Callable[[SequenceOf[Job[PayloadT]], Tensor], SequenceOf[HeadOutcome[ResultT]]]
 """Returns an outcome for each job whose rows are computed, in order, by logits [sum of their row_count,
 vocabulary_size] in the model's dtype, on its device. Called on the engine's thread; a slow head delays everybody."""
 
@@ -129,6 +140,8 @@ class StepRecord:
     row_count: int
     model_seconds: float
     seconds: float
+    pass_count: int = 1
+    """Forward passes: the head may have run further tokens, which are counted in."""
 
 
 @dataclass(slots=True)

@@ -23,12 +23,14 @@ class StepTimes:
 
     def add(self, record: StepRecord) -> None:
         """Count a step. Once a size takes another time than published by a quarter, all are published anew."""
-        size = record.sequence_count, record.token_count // max(record.sequence_count, 1)
+        passes = record.pass_count
+        size = record.sequence_count, record.token_count // max(record.sequence_count * passes, 1)
         known = self._seconds.get(size)
-        if known is None or size[0] * size[1] != record.token_count or record.row_count < record.token_count:
+        is_even = size[0] * size[1] * passes == record.token_count
+        if known is None or not is_even or record.row_count < record.token_count:
             return
         # A pause of the machine counts as twice the time; two dozen steps make the mean.
-        now = self._seconds[size] = known + (min(record.seconds, 2.0 * known) - known) / 24.0
+        now = self._seconds[size] = known + (min(record.seconds / passes, 2.0 * known) - known) / 24.0
         if not 0.8 < now / self.profile.seconds[size] < 1.25:
             self.measured(self._seconds)
 

@@ -62,8 +62,13 @@ class OtherProcess:
     def __init__(self, logits: torch.Tensor) -> None:
         self._logits = logits
 
-    def apply(self, function: Callable[[Any, torch.Tensor], Any], payload: Any) -> Any:
-        return pickle.loads(pickle.dumps(function(pickle.loads(pickle.dumps(payload)), self._logits)))  # noqa: S301
+    def room(self, sequence: CachedSequence) -> int:
+        return 0
+
+    def draft(self, begin: Callable[..., Any], payload: Any, counts: Sequence[int]) -> Any:
+        draws = begin(pickle.loads(pickle.dumps(payload)), self._logits, counts)  # noqa: S301
+        draws.draw(self._logits)
+        return pickle.loads(pickle.dumps(draws.read()))  # noqa: S301
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True], ids=["here", "where the logits are"])
@@ -78,7 +83,7 @@ def test_proposals_hold_to_a_grammar(is_elsewhere: bool) -> None:
         sequence.apply(Delta(0, [7, 7, TEXTS.index("a")]))
         jobs.append(Job(sequence, Delta(3, []), 1, Drafting(3, 2, options, grammar=grammar)))
     logits = row.expand(2, -1)
-    outcomes: list[Done[Proposal] | Failed | Continue] = []
+    outcomes: Sequence[Any] = []
     for _ in range(2):
         outcomes = (
             propose_where_logits_are(jobs, OtherProcess(logits))
@@ -107,7 +112,7 @@ def test_proposals_are_drawn_with_the_requests_penalties(is_elsewhere: bool) -> 
         options = DraftOptions("r", sampling, prompt_length=len(prompt))
         jobs.append(Job(sequence, Delta(3, []), 1, Drafting(3, 3, options)))
     logits = row.expand(3, -1)
-    outcomes: list[Done[Proposal] | Failed | Continue] = []
+    outcomes: Sequence[Any] = []
     for _ in range(3):
         outcomes = (
             propose_where_logits_are(jobs, OtherProcess(logits))

@@ -136,8 +136,12 @@ class FakeWorker:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     blocks: dict[str, list[int]] = field(default_factory=dict)
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    last: list[Part] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    drafts_by_itself: bool = True
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.calls.append(method)
         return [getattr(self, method)(*args)]
 
     def tandem_step(self, step: Step) -> None:
@@ -163,9 +167,33 @@ class FakeWorker:
             self.step_ran(part, places, list(tokens))
             del tokens[part.end - part.draft_count :]  # a proposal is no part of the sequence
         self.logits = torch.stack(rows) if rows else torch.empty(0, VOCABULARY_SIZE)
+        self.last = list(step.parts)
 
     def step_ran(self, part: Part, places: list[tuple[int, int]], token_ids: list[int]) -> None:
         """A part of a step has run; its tokens with the proposal lie at these places."""
+
+    def tandem_drafts_by_itself(self) -> bool:
+        return self.drafts_by_itself
+
+    def tandem_draft(self, begin: Callable[..., Any], payload: Any, counts: SequenceOf[int]) -> Any:
+        """As the worker, over the memory: what is drawn is written where the sequence has a place for it."""
+        drafted = [part for part in self.last if part.row_count]
+        draws = begin(payload, self.logits, counts)
+        logits = self.logits
+        for depth in range(max(counts)):
+            token_ids = draws.draw(logits).tolist()
+            if depth + 1 == max(counts):
+                break
+            rows = []
+            for part, count, token_id in zip(drafted, counts, token_ids, strict=True):
+                blocks = self.blocks[part.request_id]
+                length = part.end + min(depth + 1, count - 1)
+                places = [(blocks[at // BLOCK_TOKENS], at % BLOCK_TOKENS) for at in range(length)]
+                if depth + 1 < count:
+                    self.memory[places[-1]] = token_id
+                rows.append(expected_logits([self.memory[place] for place in places]))
+            logits = torch.stack(rows)
+        return draws.read()
 
     def tandem_apply(self, function: Callable[[Any, Tensor], Any], payload: Any) -> Any:
         return function(payload, self.logits)
@@ -230,8 +258,11 @@ class FakeHeadWorker(FakeWorker):
         return 0.001 * sequences
 
 
-def fake_core(worker: FakeWorker, block_count: int = 200, max_length: int = 64) -> Any:
-    """A stand-in for the result of `tandem.engine_vllm.adapter.load_core`."""
+def fake_core(
+    worker: FakeWorker, block_count: int = 200, max_length: int = 64, *, proposes: bool = True
+) -> Any:
+    """A stand-in for the result of `tandem.engine_vllm.adapter.load_core`. `proposes`: what has rows of its own is a
+    proposal to the worker."""
     manager = FakeManager(block_count, max_length, drops_last=isinstance(worker, FakeHeadWorker))
     return SimpleNamespace(
         engine=SimpleNamespace(request_block_hasher=hashes, shutdown=lambda: None),
@@ -240,7 +271,7 @@ def fake_core(worker: FakeWorker, block_count: int = 200, max_length: int = 64) 
                 get_vocab_size=lambda: VOCABULARY_SIZE, max_model_len=max_length, dtype=torch.float32
             ),
             device_config=SimpleNamespace(device_type="cpu"),
-            speculative_config=object(),
+            speculative_config=object() if proposes else None,
             num_lookahead_tokens=4,
             scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64),
         ),

@@ -97,7 +97,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> RowWorker:
 
 def part(name: str, text: list[int], *, known: int, start: int, rows: int, is_new: bool = False) -> Part:
     """A part that ends with the text, of which the worker knows the first `known` tokens."""
-    return Part(name, is_new, start, known, text[known:], rows, ([1],))
+    return Part(name, is_new, start, known, text[known:], rows, 0, ([1],))
 
 
 def assert_rows(worker: RowWorker, *wanted: tuple[list[int], int]) -> None:

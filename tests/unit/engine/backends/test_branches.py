@@ -233,6 +233,10 @@ class Branches:
     leaves_after: SequenceOf[int] = tuple(LEAVES_AFTER)
     max_lead: int = 0
     lead: HeadStart | None = None
+    draws: None = None
+
+    def take(self, drawn: SequenceOf[Any]) -> None:
+        raise AssertionError("nothing is drawn in a row")
 
     def begin(self, logits: Tensor, room: int, lead: HeadStart | None) -> BranchStep | None:
         self.lead = lead

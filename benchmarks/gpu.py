@@ -90,7 +90,12 @@ def pieces(settings: CampaignSettings) -> Iterator[Piece]:
     yield Piece("tests", "the embedded engine's tests on the device", (sys.executable, *words, *tests))
     batches = "1" if settings.small else "1,16"
     texts = ("tests/vllm/test_engine.py", "-k", "texts_are and llama" if settings.small else "texts_are")
-    yield Piece("text", "texts of a target that vLLM runs are transformers'", (*vllm, *words, *texts))
+    # vLLM's own imports warn
+    yield Piece(
+        "text",
+        "texts of a target that vLLM runs are transformers'",
+        (*vllm, *words, "-W", "default", *texts),
+    )
     common = ("--batch", batches, "--temperature", "0")
     # vLLM's own loop takes the GPU for itself, so no services of ours run beside it.
     yield _bench(

@@ -15,6 +15,7 @@ from tandem.config.options import SHORT_HELP, Options
 from tandem.config.rule import Rules, always, not_below, rule
 
 MAX_CONFIGURED_TOKENS = 128
+PROPOSED_TOKENS = 2
 """Maximum tokens per proposal in the configuration. The limit on the size of services' messages has room for that many
 rows, so that it stays the same while the option changes live."""
 
@@ -212,7 +213,9 @@ class AcceptanceOptions(Options):
     This class checks ranges; `tandem.acceptance` checks combinations for the acceptance rules.
     """
 
-    num_speculative_tokens: Annotated[int, SHORT_HELP] = Field(default=2, ge=1, le=MAX_CONFIGURED_TOKENS)
+    num_speculative_tokens: Annotated[int, SHORT_HELP] = Field(
+        default=PROPOSED_TOKENS, ge=1, le=MAX_CONFIGURED_TOKENS
+    )
     """Tokens proposed per verification; a request may say otherwise. MAX's and vLLM's name, MAX's default;
     as in vLLM suffix_decoding_max_tree_depth for suffix, and n_predict where the draft's config has it."""
     rejection_sampling_strategy: Annotated[Annotated[str, AfterValidator(check_rule)] | None, SHORT_HELP] = (

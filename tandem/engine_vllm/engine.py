@@ -151,6 +151,13 @@ def _rows_of(proposal_length: int, head: Mapping[str, Any] | None) -> dict[str, 
         proposer = {"method": "ngram", "prompt_lookup_max": proposal_length}
     else:
         proposer = {"method": "custom_class", "model": NO_PROPOSER}
+    if uses_v2_runner():
+        # It captures graphs for each length in this table; batches choose none of them here. The longest and none at
+        # all come first, as there are no more lengths than sequences.
+        lengths = [proposal_length, *range(proposal_length)]
+        proposer["num_speculative_tokens_per_batch_size"] = [
+            (size, size, length) for size, length in enumerate(lengths, 1)
+        ]
     return proposer | {"num_speculative_tokens": proposal_length}
 
 

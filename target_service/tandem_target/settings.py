@@ -11,7 +11,7 @@ from tandem.config.names import BOUND_METHODS, OWN_METHODS, canonical_method
 from tandem.config.options import SHORT_HELP
 from tandem.config.origin import Origin
 from tandem.config.settings import ModelServerSettings
-from tandem.config.speculative import MAX_CONFIGURED_TOKENS, Integers
+from tandem.config.speculative import MAX_CONFIGURED_TOKENS, PROPOSED_TOKENS, Integers
 from tandem.errors import ConfigurationError
 
 EXTRACT_HIDDEN_STATES = "extract_hidden_states"
@@ -41,9 +41,9 @@ class TargetSettings(ModelServerSettings):
     eagle_aux_hidden_state_layer_ids: Integers | None = None
     """Layers whose hidden states are written, each by the number of layers before the state: 0 is the embedding. By
     default EAGLE-3's three. vLLM's name, in the draft's hf_config."""
-    num_speculative_tokens: int = Field(default=4, ge=1, le=MAX_CONFIGURED_TOKENS)
-    """Tokens of the proposals for which the engine vllm captures whole CUDA graphs; others run as well, and heads of
-    vLLM's propose no more. vLLM's name."""
+    num_speculative_tokens: int = Field(default=PROPOSED_TOKENS, ge=1, le=MAX_CONFIGURED_TOKENS)
+    """Tokens of the proposals for which the engine vllm captures whole CUDA graphs: the coordinator's number. Others
+    run as well, and heads of vLLM's propose no more. vLLM's name."""
 
     @property
     def has_head(self) -> bool:

@@ -145,6 +145,15 @@ def test_each_service_knows_the_token(everything: dict[str, dict[str, Any]], nam
     assert "service-token:/run/tandem:rw" in service["volumes"]
 
 
+def test_all_services_have_one_length_of_proposals(everything: dict[str, dict[str, Any]]) -> None:
+    """It is an option of the file that all of them read, and no service has one of its own."""
+    files = []
+    for name in ("draft_service", "target_service", "coordinator"):
+        files.append(everything[name]["env_file"])
+        assert not [each for each in everything[name]["environment"] if "SPECULATIVE" in each]
+    assert files[0] == files[1] == files[2]
+
+
 def test_observe_env_adds_the_observability_services() -> None:
     lines = (ROOT / "deploy" / "observe.env").read_text(encoding="utf-8").splitlines()
     variables = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))

@@ -43,8 +43,12 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 24,
     "kv_cache_memory_bytes": 64 << 20,
     "enforce_eager": True,
+    "num_speculative_tokens": 4,
 }
-SERVED = ("--engine", "vllm", "--enforce-eager", "--dtype", "float32", "--threads", "1", "--port", "0")
+SERVED = (
+    *("--engine", "vllm", "--enforce-eager", "--dtype", "float32", "--threads", "1", "--port", "0"),
+    *("--num-speculative-tokens", "4"),
+)
 TEXTS = ("def add(a, b):\n", "class Stack:\n", "import os\n\n", "for each in range(10):\n")
 PROMPTS = [tuple(300 + (7 * row + column) % 900 for column in range(4 + 17 * row)) for row in range(5)]
 HEADS: dict[str, tuple[Path, Callable[[Path, Any], Reference]]] = {
@@ -111,7 +115,7 @@ async def test_a_head_draws_with_the_noise_of_its_target(monkeypatch: pytest.Mon
 def address(request: pytest.FixtureRequest) -> Iterator[str]:
     """The demo target with a head."""
     head, _ = HEADS[request.param]
-    words = ("--model", str(DEMO_TARGET), "--draft-model", str(head), "--num-speculative-tokens", "4")
+    words = ("--model", str(DEMO_TARGET), "--draft-model", str(head))
     with process_of(TANDEM, "serve", "target", *words, *SERVED) as process:
         yield address_of(process)
 

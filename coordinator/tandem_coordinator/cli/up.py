@@ -275,7 +275,13 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
             # `draft_devices` is stronger than `device`, and may be set in the config file or the environment.
             name = "device" if options.draft_device is None else "draft_devices"
             drafting |= model | {name: devices["draft"], "device_memory_utilization": shares["draft"]}
-    on_target = {"model": target, "device": devices["target"], "device_memory_utilization": shares["target"]}
+    on_target = {
+        "model": target,
+        "device": devices["target"],
+        "device_memory_utilization": shares["target"],
+        # vLLM captures graphs for proposals of as many tokens as the coordinator asks for.
+        "num_speculative_tokens": options.num_speculative_tokens or shared.get("num_speculative_tokens"),
+    }
     return ServiceArguments(
         target=as_words(**service, **model, **on_target, **draft.beside),
         draft=None if drafting is None else as_words(**drafting),

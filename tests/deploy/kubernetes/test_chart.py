@@ -72,6 +72,19 @@ def test_a_rendered_chart_has_no_fault(values: dict[str, Any]) -> None:
     assert list(faults(made, given)) == []
 
 
+def test_all_services_have_one_length_of_proposals() -> None:
+    """It is an option of all of them, and no service has one of its own."""
+    made = objects({"options": {"TANDEM_NUM_SPECULATIVE_TOKENS": "6"}})
+    options = next(entry["data"] for entry in made if key(entry) == ("ConfigMap", "tandem-options"))
+    assert options["TANDEM_NUM_SPECULATIVE_TOKENS"] == "6"
+    deployments = [entry for entry in made if entry["kind"] == "Deployment"]
+    assert len(deployments) == 3
+    for entry in deployments:
+        for container in entry["spec"]["template"]["spec"]["containers"]:
+            assert {"configMapRef": {"name": "tandem-options"}} in container["envFrom"]
+            assert not [each for each in container["env"] if "SPECULATIVE" in each["name"]]
+
+
 def test_by_default_nothing_must_be_there_but_the_images() -> None:
     """The demo pair comes in an image, and the token of the services is made."""
     made = objects()

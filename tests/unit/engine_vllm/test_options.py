@@ -16,6 +16,7 @@ from tandem.engine_vllm.engine import vllm_head
 from tandem.errors import ConfigurationError
 from tandem.model_sources import hub
 from tandem.model_sources.find import checked_folder
+from tandem_coordinator.settings.coordinator import CoordinatorSettings
 from tandem_draft.proposers.standalone import load_standalone
 from tandem_draft.settings import DraftSettings
 from tandem_target.loading import load_verifier
@@ -103,6 +104,17 @@ def test_the_length_of_proposals_is_that_of_the_graphs(monkeypatch: pytest.Monke
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
         given = target_options("--num-speculative-tokens=6")["speculative_config"]
         assert (given["method"], given["num_speculative_tokens"]) == (method, 6)
+        table = given.get("num_speculative_tokens_per_batch_size", [])
+        assert sorted(length for *_, length in table) == (list(range(7)) if runner == "1" else [])
+
+
+def test_a_draft_has_graphs_of_one_token(tmp_path: Path) -> None:
+    assert "speculative_config" not in draft_options(tmp_path, {})
+
+
+def test_a_target_expects_the_proposals_that_a_coordinator_asks_for() -> None:
+    fields = TargetSettings.model_fields, CoordinatorSettings.model_fields
+    assert len({own["num_speculative_tokens"].default for own in fields}) == 1
 
 
 def test_a_head_that_the_newer_runner_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

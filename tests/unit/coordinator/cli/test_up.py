@@ -49,6 +49,20 @@ async def test_the_news_of_a_start_are_read_in_any_order() -> None:
         await read_start(Speaker(*said))
 
 
+def test_all_services_have_one_length_of_proposals(tmp_path: Path) -> None:
+    """A draft draws as many tokens as it is asked for."""
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps({"num_speculative_tokens": 5}))
+    for options, target, coordinator in (
+        (UpOptions(model="demo"), None, None),
+        (UpOptions(model="demo", num_speculative_tokens=3), "3", "3"),
+        (UpOptions(model="demo", config_file=file), "5", None),
+    ):
+        arguments = service_arguments(options)
+        assert value(arguments.target, "--num-speculative-tokens") == target
+        assert value(arguments.coordinator, "--num-speculative-tokens") == coordinator
+
+
 def value(words: list[str] | None, option: str) -> str | None:
     """Return the value of the option; None without the option."""
     assert words is not None

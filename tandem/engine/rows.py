@@ -6,7 +6,7 @@ there, computes without waiting, and reads the result on the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice, pairwise
 from math import isfinite
 from typing import Any, TypeAlias, cast
@@ -34,6 +34,9 @@ from tandem.model.types import (
     TokenRow,
     Verification,
 )
+
+ROW_ARRAYS = 6
+"""Arrays in float64, each as large as the logits that are worked on, that making rows takes at most at once."""
 
 HostArray: TypeAlias = npt.NDArray[Any]
 
@@ -466,46 +469,106 @@ class RowLogprobsOf:
 
 
 def verifications(
-    requests: Sequence[RowRequest], logits: Tensor, sampler: Sampler = TORCH_SAMPLER
+    requests: Sequence[RowRequest],
+    logits: Tensor,
+    sampler: Sampler = TORCH_SAMPLER,
+    chunk_values: int | None = None,
 ) -> list[Verification | None]:
-    """The rows of each request, of logits [rows of all in order, V]; None for one whose logits are not finite."""
-    # Grammars come first: no adjustment and no penalty makes -inf anything else
-    masks = _masks_of_rows(requests)
-    if masks is not None:
-        forbid(logits, masks)
-    groups: dict[type[RowsOfKind], list[int]] = {}
-    for i, request in enumerate(requests):
-        groups.setdefault(_kind_of(request), []).append(i)
-    kinds = [make([requests[i] for i in indices]) for make, indices in groups.items()]
-    # One copy in and one out for all kinds.
-    inputs = [kind.inputs(logits.device) for kind in kinds]
-    given = iter(to_device([array for arrays in inputs for array in arrays], logits.device))
-    blocks = [logits]
-    if len(kinds) > 1 or any(
-        request.options.adjustments or request.options.sampling.penalizes for request in requests
-    ):
-        parts = torch.split(logits, [request.step.row_count for request in requests])
-        blocks = [torch.cat([_process(requests[i], parts[i]) for i in own]) for own in groups.values()]
-    launched = [
-        kind.launch(block, list(islice(given, len(arrays))), sampler)
-        for kind, block, arrays in zip(kinds, blocks, inputs, strict=True)
-    ]
-    beside = [RowLogprobsOf([requests[i] for i in indices]) for indices in groups.values()]
-    scored = [
-        each.launch(block, tensors[kind.drawn]) if kind.drawn is not None else []
-        for each, kind, block, tensors in zip(beside, kinds, blocks, launched, strict=True)
-    ]
-    found = iter(to_host([tensor for tensors in (*launched, *scored) for tensor in tensors]))
-    answers: list[Verification | None] = [None] * len(requests)
-    for kind, indices, tensors in zip(kinds, groups.values(), launched, strict=True):
-        for i, rows in zip(indices, kind.rows(list(islice(found, len(tensors)))), strict=True):
-            answers[i] = None if rows is None else Verification(requests[i].base_length, rows)
-    for each, indices, tensors in zip(beside, groups.values(), scored, strict=True):
-        logprobs = each.rows(list(islice(found, len(tensors))))
-        for i, own in zip(indices, logprobs, strict=True):
-            if (answer := answers[i]) is not None:
-                answer.logprobs = own
-    return answers
+    """The rows of each request, of logits [rows of all in order, V]; None for one whose logits are not finite.
+
+    Args:
+        chunk_values: Logits that are worked on at a time, in whole requests, which bounds the memory that it takes;
+            None for all. The host waits once all the same.
+    """
+    chunks = []
+    first = 0
+    for own in _in_chunks(requests, logits.shape[1], chunk_values):
+        end = first + sum(request.step.row_count for request in own)
+        chunks.append(_Chunk(own, logits[first:end]))
+        first = end
+    # One copy in and one out for all.
+    given = iter(to_device([array for chunk in chunks for array in chunk.inputs()], logits.device))
+    launched = [tensor for chunk in chunks for tensor in chunk.launch(given, sampler)]
+    found = iter(to_host(launched))
+    return [answer for chunk in chunks for answer in chunk.read(found)]
+
+
+def _in_chunks(
+    requests: Sequence[RowRequest], vocabulary_size: int, most_values: int | None
+) -> Iterator[Sequence[RowRequest]]:
+    """The requests in their order, as many at a time as have so many logits, at least one."""
+    if most_values is None:
+        yield requests
+        return
+    own: list[RowRequest] = []
+    rows = 0
+    for request in requests:
+        if own and (rows + request.step.row_count) * vocabulary_size > most_values:
+            yield own
+            own = []
+            rows = 0
+        own.append(request)
+        rows += request.step.row_count
+    yield own
+
+
+class _Chunk:
+    """Requests whose rows are made together."""
+
+    def __init__(self, requests: Sequence[RowRequest], logits: Tensor) -> None:
+        self._requests = requests
+        self._logits = logits
+        groups: dict[type[RowsOfKind], list[int]] = {}
+        for i, request in enumerate(requests):
+            groups.setdefault(_kind_of(request), []).append(i)
+        self._groups = list(groups.values())
+        self._kinds = [make([requests[i] for i in indices]) for make, indices in groups.items()]
+        self._beside = [RowLogprobsOf([requests[i] for i in indices]) for indices in self._groups]
+        self._counts: list[tuple[int, int]] = []
+        """How many tensors each kind has launched, without and for log probabilities."""
+
+    def inputs(self) -> list[IntArray | FloatArray]:
+        """Numbers that are needed on the device of the logits."""
+        self._inputs = [kind.inputs(self._logits.device) for kind in self._kinds]
+        return [array for arrays in self._inputs for array in arrays]
+
+    def launch(self, given: Iterator[Tensor], sampler: Sampler) -> list[Tensor]:
+        """Computes on the device, without waiting for it, what the host reads."""
+        logits = self._logits
+        # Grammars come first: no adjustment and no penalty makes -inf anything else
+        masks = _masks_of_rows(self._requests)
+        if masks is not None:
+            forbid(logits, masks)
+        blocks = [logits]
+        if len(self._kinds) > 1 or any(
+            request.options.adjustments or request.options.sampling.penalizes for request in self._requests
+        ):
+            parts = torch.split(logits, [request.step.row_count for request in self._requests])
+            blocks = [torch.cat([_process(self._requests[i], parts[i]) for i in own]) for own in self._groups]
+        launched = [
+            kind.launch(block, list(islice(given, len(arrays))), sampler)
+            for kind, block, arrays in zip(self._kinds, blocks, self._inputs, strict=True)
+        ]
+        scored = [
+            each.launch(block, tensors[kind.drawn]) if kind.drawn is not None else []
+            for each, kind, block, tensors in zip(self._beside, self._kinds, blocks, launched, strict=True)
+        ]
+        self._counts = [(len(own), len(beside)) for own, beside in zip(launched, scored, strict=True)]
+        return [tensor for tensors in (*launched, *scored) for tensor in tensors]
+
+    def read(self, found: Iterator[HostArray]) -> list[Verification | None]:
+        """The rows of each request."""
+        requests = self._requests
+        answers: list[Verification | None] = [None] * len(requests)
+        for kind, indices, (count, _) in zip(self._kinds, self._groups, self._counts, strict=True):
+            for i, rows in zip(indices, kind.rows(list(islice(found, count))), strict=True):
+                answers[i] = None if rows is None else Verification(requests[i].base_length, rows)
+        for each, indices, (_, count) in zip(self._beside, self._groups, self._counts, strict=True):
+            logprobs = each.rows(list(islice(found, count)))
+            for i, own in zip(indices, logprobs, strict=True):
+                if (answer := answers[i]) is not None:
+                    answer.logprobs = own
+        return answers
 
 
 def _kind_of(request: RowRequest) -> type[RowsOfKind]:

@@ -111,15 +111,18 @@ def _single(spec: Any) -> list[Any]:
     return list(getattr(spec, "kv_cache_specs", {"": spec}).values())
 
 
-def load_core(options: Mapping[str, Any], on_failure: Callable[[], None] | None) -> Core:
-    """Start vLLM's workers, load the weights and allocate the KV cache."""
+def load_core(
+    options: Mapping[str, Any], on_failure: Callable[[], None] | None, reserved_bytes: int = 0
+) -> Core:
+    """Start vLLM's workers, load the weights and allocate the KV cache, beside which so much of a GPU's share stays
+    free."""
     check_engine("V2" if uses_v2_runner() else "V1")
     prepare_runner()
     began = time.perf_counter()
     try:
         with _report_progress(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they are about its own code
-            core = _start(options, on_failure)
+            core = _start(options, on_failure, reserved_bytes)
         check_runner(core.executor.collective_rpc("tandem_lacks")[0])
     except ConfigurationError:
         raise
@@ -130,12 +133,29 @@ def load_core(options: Mapping[str, Any], on_failure: Callable[[], None] | None)
     return core
 
 
-def _start(options: Mapping[str, Any], on_failure: Callable[[], None] | None) -> Core:
+def share_beside(share: float, reserved_bytes: int, total_bytes: int) -> float:
+    """The share of a GPU's memory that vLLM may take of a service's, so that so much of that stays free."""
+    left = share - reserved_bytes / total_bytes
+    if left <= 0.0:
+        raise ConfigurationError(
+            f"device_memory_utilization is {share:g}, which is {share * total_bytes / 2**20:.0f} MB of this GPU; rows "
+            f"alone take {reserved_bytes / 2**20:.0f} MB beside weights and KV cache, so it must be more"
+        )
+    return left
+
+
+def _start(options: Mapping[str, Any], on_failure: Callable[[], None] | None, reserved_bytes: int) -> Core:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
     from vllm.v1.request import RequestStatus
 
+    if reserved_bytes and "kv_cache_memory_bytes" not in options:
+        from vllm.platforms import current_platform
+
+        share = options.get("gpu_memory_utilization", EngineArgs.gpu_memory_utilization)
+        total = current_platform.get_device_total_memory()
+        options = {**options, "gpu_memory_utilization": share_beside(share, reserved_bytes, total)}
     config = EngineArgs(**options).create_engine_config()
     if not config.scheduler_config.enable_chunked_prefill:
         raise ConfigurationError(

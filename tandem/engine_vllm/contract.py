@@ -36,7 +36,7 @@ USED: Mapping[str, tuple[str, ...]] = {
         "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs", "quantization", "enforce_eager",
         "model_loader_extra_config", "speculative_config", "worker_extension_cls", "async_scheduling",
         "disable_log_stats", "distributed_executor_backend", "enable_chunked_prefill", "compilation_config",
-        "use_tqdm_on_load",
+        "use_tqdm_on_load", "language_model_only",
     ),
     "vllm.engine.arg_utils:EngineArgs.create_engine_config": (),
     "vllm.v1.executor:Executor.get_class": ("vllm_config",),

@@ -6,9 +6,8 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +22,7 @@ from tandem.engine.kv_cache.arena import memory_allowance
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.checkpoint import Checkpoint, open_checkpoint, tokenizer_hash
 from tandem.engine.models.loading import end_ids_within
-from tandem.engine.rows import verifications
+from tandem.engine.rows import ROW_ARRAYS, verifications
 from tandem.engine.steps import BranchDraws, BranchStep, StepBackend
 from tandem.engine_vllm.adapter import Core, gpus_to_itself, load_core, uses_v2_runner
 from tandem.engine_vllm.cache import BlockCache
@@ -52,6 +51,8 @@ LOAD_FORMATS = ("safetensors", "fastsafetensors", "runai_streamer", "bitsandbyte
 _DRAWN_TOKENS = 16
 """Tokens that a draft draws in a row; more of them where there happens to be room. As many as a block of vLLM's has on
 a GPU, so that the room for them is at most a block of each sequence."""
+_ROW_VALUES = 8 << 20
+"""Logits of which rows are made at a time: 55 rows of 152,000. The memory that it takes, 0.4 GB, is left free."""
 _CPU_LENGTH = 4096
 """Tokens for which there is room in the cache of a model that names no limit."""
 _CPU_BLOCK_TOKENS = 32
@@ -92,8 +93,11 @@ def load_vllm(
         if "qk_rope_head_dim" in checkpoint.config:
             options["compilation_config"] = {"custom_ops": [_WRONG_ON_CPU]}
     count = settings.device_count
-    with nullcontext() if settings.compute_device == "cpu" else gpus_to_itself(count):
-        core = load_core(options, on_failure)
+    if settings.compute_device == "cpu":
+        core = load_core(options, on_failure, 0)
+    else:
+        with gpus_to_itself(count):
+            core = load_core(options, on_failure, _row_bytes(checkpoint, limits, proposal_length))
     model = VllmModel(core, checkpoint, count)
     model.lookahead = 0 if proposal_length else _DRAWN_TOKENS - 1
     if head is not None:
@@ -131,6 +135,8 @@ def _options(
         "distributed_executor_backend": "mp" if settings.device_count > 1 else "uni",
         "enable_prefix_caching": settings.enable_prefix_caching,
         "enable_chunked_prefill": True,
+        # Requests are text. Otherwise a checkpoint with a vision tower would want its processor, and memory for images.
+        "language_model_only": True,
         "max_num_batched_tokens": most,
         "max_num_seqs": limits.max_sequences,
         "enforce_eager": settings.enforce_eager,
@@ -173,6 +179,18 @@ def vllm_head(method: str, folder: Path | None) -> dict[str, Any]:
             f"{', '.join(HEADS_OF_V2)}, or leave the variable out"
         )
     return {"method": method} if folder is None else {"method": method, "model": str(folder)}
+
+
+def _row_bytes(checkpoint: Checkpoint, limits: EngineSettings, proposal_length: int) -> int:
+    """Bytes that rows take at most while they are made, or a draft's tokens drawn: more than vLLM's own sampler, which
+    it measures when it sizes the cache."""
+    config = {**checkpoint.config, **checkpoint.config.get("text_config", {})}
+    row_count = proposal_length + 1
+    vocabulary_size = int(config.get("vocab_size") or 0)
+    values = limits.max_sequences * row_count * vocabulary_size
+    if proposal_length:
+        values = min(values, max(_ROW_VALUES, row_count * vocabulary_size))
+    return ROW_ARRAYS * torch.float64.itemsize * values
 
 
 def _cpu_cache_bytes(checkpoint: Checkpoint, limits: EngineSettings, dtype: str) -> int:
@@ -277,7 +295,7 @@ class VllmModel:
             requests = [
                 replace(each, on_led=None, leading=Leading(), rule=None, proposal=None) for each in requests
             ]
-        return logits.apply(verifications, requests)
+        return logits.apply(_VERIFICATIONS, requests)
 
     def propose(self, ends: SequenceOf[RoundEnd], count: int) -> list[list[int]]:
         """See `HeadModel`."""
@@ -299,6 +317,9 @@ class VllmModel:
 
     def close(self) -> None:
         self._core.engine.shutdown()
+
+
+_VERIFICATIONS = partial(verifications, chunk_values=_ROW_VALUES)
 
 
 def _some(bounds: tuple[int, int], logits: Tensor) -> Tensor:

@@ -39,6 +39,9 @@ class RunnerV1:
             tokens = part.token_ids[: certain - part.first]
             request.prompt_token_ids[part.first :] = tokens
             request.num_prompt_tokens = certain
+            if runner.uses_mrope:  # text has the same position in each of the dimensions
+                dimensions = len(request.mrope_positions)
+                request.mrope_positions = torch.arange(certain).expand(dimensions, -1)
             index = batch.req_id_to_index.get(part.request_id)
             if index is not None:
                 batch.token_ids_cpu[index, part.first : certain] = tokens

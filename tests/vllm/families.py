@@ -12,6 +12,7 @@ _SHAPE = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": MAX_LENGTH, "bos_token_id": 1,
     "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.2,
 }  # fmt: skip
+_VISION = {"hidden_size": 32, "intermediate_size": 32}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 FAMILIES: dict[str, Callable[..., Any]] = {
@@ -37,5 +38,17 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "granite": lambda: hf.GraniteConfig(**_SHAPE),
     "smollm3": lambda: hf.SmolLM3Config(**_SHAPE),
     "qwen2": lambda: hf.Qwen2Config(**_SHAPE),
+    # with a vision tower, which text does not need
+    "gemma3_vision": lambda: hf.Gemma3Config(
+        text_config=_SHAPE | {
+            "num_hidden_layers": 3, "head_dim": 32, "sliding_window": WINDOW, "sliding_window_pattern": 3,
+        },
+        vision_config={**_VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+        image_token_index=98, boi_token_index=97, eoi_token_index=96, mm_tokens_per_image=4,
+    ),
+    "qwen2_5_vl": lambda: hf.Qwen2_5_VLConfig(
+        text_config=_SHAPE | {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
+        vision_config={**_VISION, "depth": 1, "num_heads": 2, "out_hidden_size": 64, "fullatt_block_indexes": [0]},
+    ),
 }  # fmt: skip
 """Configuration makers by family. Windows are shorter than the texts of the tests."""

@@ -92,7 +92,8 @@ def save_checkpoint(folder: Path, config: Any) -> Any:
     torch.manual_seed(0)
     # Older transformers choose SDPA for Gemma-2, which drops its soft-capping without a word.
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
-    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    maker = hf.AutoModelForImageTextToText if hasattr(config, "vision_config") else hf.AutoModelForCausalLM
+    model = maker.from_config(config, dtype=torch.float32, attn_implementation=attention)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Biases, norms and sinks start as constants, which would hide their misuse.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tandem.engine_vllm import contract as vllm_contract
-from tandem.engine_vllm.adapter import gpus_to_itself, prepare_process
+from tandem.engine_vllm.adapter import gpus_to_itself, prepare_process, share_beside
 from tandem.engine_vllm.contract import check_engine, check_runner, differing, lacking
 from tandem.errors import ConfigurationError
 
@@ -103,3 +103,9 @@ def test_two_services_load_in_turn_on_the_gpus_that_they_share(
         order.append("loaded")
     sharing.join()
     assert order == ["another GPU", "loaded", "the same GPU"]
+
+
+def test_what_rows_take_is_left_free() -> None:
+    assert share_beside(0.9, 4 << 30, 80 << 30) == pytest.approx(0.85)
+    with pytest.raises(ConfigurationError, match=r"0.01, which is 819 MB .* rows alone take 1024 MB"):
+        share_beside(0.01, 1 << 30, 80 << 30)

@@ -48,7 +48,7 @@ class _Given(Exception):  # noqa: N818  it ends a start that has shown its optio
 def core(monkeypatch: pytest.MonkeyPatch) -> None:
     """A vLLM that shows what it is given instead of starting."""
 
-    def load_core(options: dict[str, Any], on_failure: object) -> None:
+    def load_core(options: dict[str, Any], on_failure: object, reserved_bytes: int) -> None:
         raise _Given(options)
 
     monkeypatch.setattr(engine, "load_core", load_core)

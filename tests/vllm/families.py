@@ -38,7 +38,10 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "granite": lambda: hf.GraniteConfig(**_SHAPE),
     "smollm3": lambda: hf.SmolLM3Config(**_SHAPE),
     "qwen2": lambda: hf.Qwen2Config(**_SHAPE),
-    # with a vision tower, which text does not need
+}  # fmt: skip
+"""Configuration makers by family. Windows are shorter than the texts of the tests."""
+
+VISION: dict[str, Callable[..., Any]] = {
     "gemma3_vision": lambda: hf.Gemma3Config(
         text_config=_SHAPE | {
             "num_hidden_layers": 3, "head_dim": 32, "sliding_window": WINDOW, "sliding_window_pattern": 3,
@@ -51,4 +54,4 @@ FAMILIES: dict[str, Callable[..., Any]] = {
         vision_config={**_VISION, "depth": 1, "num_heads": 2, "out_hidden_size": 64, "fullatt_block_indexes": [0]},
     ),
 }  # fmt: skip
-"""Configuration makers by family. Windows are shorter than the texts of the tests."""
+"""The same with a vision tower, which text does not need; vLLM imports torchvision for these."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from tandem.model.types import (
 )
 from tests.unit.engine.greedy import settle
 from tests.unit.engine.verified import verified
-from tests.vllm.families import FAMILIES
+from tests.vllm.families import FAMILIES, VISION
 from tests.vllm.models import GREEDY, Twin, prompts, text_of, together, twin_of
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
@@ -123,3 +124,15 @@ async def test_the_profile_holds_times_of_steps(twin: Twin) -> None:
     seconds = twin.engine.info.step_profile.seconds
     assert (1, 1) in seconds  # as many more as a second allows for
     assert torch.isfinite(torch.tensor(list(seconds.values()))).all()
+
+
+@pytest.mark.parametrize("family", VISION)
+async def test_a_checkpoint_with_a_vision_tower_serves_text(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchvision")
+    async with twin_of(tmp_path, VISION[family]()) as twin:
+        texts = prompts(4)
+        found = await together(*(text_of(twin.engine, prompt, COUNT) for prompt in texts))
+        assert all(twin.is_greedy(prompt, text) for prompt, text in zip(texts, found, strict=True))
+        # Rejections, and texts that are longer than what their requests began with
+        works = [text_of(twin.engine, *each, seed=3) for each in zip(texts, [COUNT] * 4, found, strict=True)]
+        assert await together(*works) == found

@@ -106,7 +106,7 @@ class FakeRunner:
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The little of vLLM that passes call."""
-    modules = {
+    modules: dict[str, dict[str, Any]] = {
         "vllm": {},
         "vllm.config": {"CUDAGraphMode": SimpleNamespace(FULL="full")},
         "vllm.distributed": {"get_tp_group": lambda: SimpleNamespace(world_size=1)},
@@ -118,10 +118,14 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
 
 
+def options_of(sampling: SamplingParams, kind: RowKind, mass: float = 1.0) -> DraftOptions:
+    return DraftOptions("r", sampling, row_kind=kind, draft_top_k=8, draft_support_mass=mass)
+
+
 OPTIONS = {
-    "greedy": DraftOptions("r", SamplingParams(0.0), draft_top_k=8, draft_support_mass=1.0),
-    "strict": DraftOptions("r", SamplingParams(0.9, seed=3), RowKind.TOKEN, 8, 1.0),
-    "support": DraftOptions("r", SamplingParams(0.9, seed=3), RowKind.SUPPORT, 8, 0.9),
+    "greedy": options_of(SamplingParams(0.0), RowKind.TOKEN),
+    "strict": options_of(SamplingParams(0.9, seed=3), RowKind.TOKEN),
+    "support": options_of(SamplingParams(0.9, seed=3), RowKind.SUPPORT, 0.9),
 }
 TEXTS = [[5, 6, 7], [9], [3, 4, 5, 6, 7, 8, 9, 10], [1, 2]]
 ROWS = [1, 1, 0, 1]
@@ -132,7 +136,8 @@ COUNTS = [4, 2, 3]
 def drafted(
     way: str, counts: list[int], texts: list[list[int]]
 ) -> tuple[list[list[int]], FakeRunner, list[str]]:
-    """Tokens behind the texts with rows; vLLM has the sequences in another order than the step."""
+    """Tokens behind the texts with rows, which may go on with tokens that were drawn before. vLLM has the sequences in
+    another order than the step."""
     order = [2, 0, 3, 1]
     with stand_in_device() as device:
         runner = FakeRunner(device, [str(number) for number in order])
@@ -150,11 +155,16 @@ def drafted(
         places = [order.index(number) for number, rows in enumerate(ROWS) if rows]
         worker._tandem_logits = runner.logits_of(runner.states(lengths))[device.put(torch.tensor(places))]
         worker._tandem_left = None, parts
-        own = [Drafting(len(text), 9, OPTIONS[way]) for text, rows in zip(texts, ROWS, strict=True) if rows]
+        own = []
+        for known, text, rows in zip(TEXTS, texts, ROWS, strict=True):
+            if rows:
+                own.append(Drafting(len(known), 9, OPTIONS[way], token_ids=text[len(known) :]))
+        before = [len(each.token_ids) for each in own]
         device.waits.clear()
         found = worker.tandem_draft(TokenDraws, own, counts)
         assert found is not None
-        return [each.drafting.token_ids for each in found], runner, device.waits
+        tokens = [each.drafting.token_ids[count:] for each, count in zip(found, before, strict=True)]
+        return tokens, runner, device.waits
 
 
 @pytest.mark.parametrize("way", OPTIONS)

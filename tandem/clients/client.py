@@ -265,7 +265,7 @@ def as_message(request: GenerationRequest) -> generation_pb2.GenerateRequest:
 
 def join_chunks(chunks: Sequence[Chunk]) -> Completed:
     """All pieces of a completion as one."""
-    whole = Chunk.joined(chunks)
+    whole = Chunk.join(chunks)
     assert whole.summary is not None
     return Completed(
         whole.text, whole.token_ids, whole.drafted, whole.summary, whole.logprobs, whole.prompt_logprobs

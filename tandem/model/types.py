@@ -864,6 +864,18 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestTiming:
+    """How long the parts of a completion took."""
+
+    queue_seconds: float
+    """Waiting for a place among the running requests."""
+    first_token_seconds: float | None
+    """From its place to its first token; None where it has none."""
+    generation_seconds: float
+    """From its first token to its last."""
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """End of a completion, with its statistics."""
 
@@ -886,6 +898,8 @@ class Summary:
     weights: tuple[Weights, ...] = ()
     """The target's weights that made it, in order; more than one where a load let it go on with others. None where the
     target does not say."""
+    timing: RequestTiming | None = None
+    """How long its parts took; None where the service did not report it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -930,7 +944,7 @@ class Chunk:
     """On the first chunks, when the request asked for them: tokens of the prompt, and their log probabilities."""
 
     @staticmethod
-    def joined(chunks: Sequence[Chunk]) -> Chunk:
+    def join(chunks: Sequence[Chunk]) -> Chunk:
         """One chunk with the text and the tokens of successive chunks. Only the last may have a summary."""
         lists = (
             "token_ids",

@@ -13,6 +13,7 @@ from tandem.model.types import (
     GenerationRequest,
     LeadStats,
     PositionStats,
+    RequestTiming,
     SpeculationStats,
     Summary,
     TokenLogprobs,
@@ -42,6 +43,7 @@ _SUMMARY: Converter[Summary, generation_pb2.GenerationSummary] = Converter(
     SPECULATION,
     SPECULATION_STATE,
     SAMPLING,
+    Converter(RequestTiming, generation_pb2.RequestTiming),
     apart=("stop_reason",),
 )
 _REQUEST: Converter[GenerationRequest, generation_pb2.GenerateRequest] = Converter(

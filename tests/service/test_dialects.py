@@ -338,6 +338,45 @@ async def test_reasoning_of_earlier_responses_reaches_the_template(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
+    ("written", "template", "shown"),
+    [
+        ("Mild and dry: Køge 🎉.", TEMPLATE, "Mild and dry: Køge 🎉."),
+        (REASONED, HARMONY, "Mild."),
+        (f"{CALLS} So be it.", TEMPLATE, "Let me look. So be it."),
+    ],
+)
+async def test_the_log_probabilities_of_a_response_are_those_of_its_text(
+    written: str, template: str, shown: str, tmp_path: Path
+) -> None:
+    more: Any = {
+        "input": [ASK],
+        "tools": [FUNCTION],
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 1,
+    }
+    async with cluster_of(tmp_path, written, template=template) as cluster, openai(cluster) as client:
+        whole = await client.responses.create(model="fake", temperature=0, **more)
+        events, last = await responded(client, **more)
+        plainly = await client.responses.create(model="fake", temperature=0, input=[ASK], tools=[FUNCTION])
+    parts = [part for item in whole.output if item.type == "message" for part in item.content]
+    assert "".join(part.text for part in parts if part.type == "output_text") == shown
+    for part in parts:
+        assert part.type == "output_text"
+        assert part.logprobs
+        # A token at the border of a text may have more, such as the space before a call.
+        assert part.text.strip() in b"".join(bytes(each.bytes) for each in part.logprobs).decode()
+        assert all(each.top_logprobs[0].token == each.token for each in part.logprobs)
+    assert plain(last.output) == plain(whole.output)
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert all(event.logprobs for event in deltas)
+    told = [entry.token for event in deltas for entry in event.logprobs]
+    assert told == [
+        entry.token for part in parts if part.type == "output_text" for entry in part.logprobs or ()
+    ]
+    assert plain(plainly.output) != plain(whole.output)
+
+
+@pytest.mark.parametrize(
     ("more", "sentence"),
     [
         ({"input": [{"type": "item_reference", "id": "x"}]}, r'input\.0\.type is "item_reference"; it must'),
@@ -346,7 +385,8 @@ async def test_reasoning_of_earlier_responses_reaches_the_template(tmp_path: Pat
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, r"input\.0\.encrypted_content"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, r'tools\.0\.type is "web_search"; it must be "function"'),
         ({"input": "a", "tool_choice": "required"}, "tool_choice is required; tools must hold it"),
-        ({"input": "a", "include": ["message.output_text.logprobs"]}, "include is"),
+        ({"input": "a", "include": ["file_search_call.results"]}, "include is"),
+        ({"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs is 21"),
     ],
 )  # fmt: skip
 async def test_what_a_response_cannot_have_is_named(tmp_path: Path, more: Any, sentence: str) -> None:

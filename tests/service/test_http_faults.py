@@ -41,9 +41,9 @@ async def test_a_name_of_a_request_that_is_cut_at_a_space_is_repeated() -> None:
     ("path", "changes", "param", "sentence"),
     [
         ("completions", {"prompt": [999999]}, "prompt",
-            "the prompt holds token id 999999; ids must be in 0..2047"),
+            "the prompt holds token id 999999, out of vocabulary; ids must be in 0..2047"),
         ("completions", {"prompt": [7, -1, 5000, 5000]}, "prompt",
-            "the prompt holds token ids -1, 5000; ids must be in 0..2047"),
+            "the prompt holds token ids -1, 5000, out of vocabulary; ids must be in 0..2047"),
         ("completions", {"prompt": []}, "prompt", "the prompt is empty; it must hold at least one token"),
         ("completions", {"prompt": None}, "prompt",
             "prompt is null; it must be a string, a list of strings, a list of integers or a list of lists of "
@@ -51,7 +51,7 @@ async def test_a_name_of_a_request_that_is_cut_at_a_space_is_repeated() -> None:
         ("completions", {"prompt": [1, "x"]}, "prompt.1", 'prompt.1 is "x": input should be a valid integer'),
         ("completions", {"stop": [""]}, "stop", "stop holds an empty string; each must have a character"),
         ("completions", {"logit_bias": {"5000": 1, "6000": 1, "7": 1}}, "logit_bias",
-            "logit_bias is for token ids 5000, 6000; ids must be in 0..2047"),
+            "logit_bias is for token ids 5000, 6000, out of vocabulary; ids must be in 0..2047"),
         ("completions", {"logit_bias": {"5": 101, "6": -200.5, "7": 1}}, "logit_bias",
             "logit_bias is 101.0 for token id 5, -200.5 for token id 6; it must be between -100 and 100"),
         ("chat/completions", {"messages": [{"role": "user", "content": "word " * 100}]}, "messages", None),

@@ -13,6 +13,7 @@ from tests.service.http_cluster import TEMPLATE, TOKENIZER, http_cluster, post, 
 
 SAID: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "temperature": 0}
 PROMPT: dict[str, Any] = {"prompt": [10, 11], "max_tokens": 2, "temperature": 0}
+SPECIAL = next(token.content for token in TOKENIZER.get_added_tokens_decoder().values() if token.special)
 CHAT = tuple(TOKENIZER.encode("user: a\n").ids)
 
 
@@ -44,7 +45,82 @@ async def test_the_ids_of_prompts_are_returned_with_those_of_completions(templat
     assert begun["prompt_token_ids"] == list(CHAT)
     assert rest
     assert not any("prompt_token_ids" in piece for piece in rest)
-    assert "prompt_token_ids" not in plain["choices"][0]
+    not_asked = {"prompt_token_ids": None, "token_ids": None, "prompt_logprobs": None}
+    assert not_asked.items() <= plain["choices"][0].items(), "null in a whole answer, as in vLLM"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_ids_of_a_completion_are_its_own_where_the_prompt_is_echoed(stream: bool) -> None:
+    body = PROMPT | {"echo": True, "logprobs": 0, "return_token_ids": True, "stream": stream}
+    body |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}} if stream else {}
+    async with http_cluster(FakeTarget(), FakeDraft()) as cluster:
+        answer = await cluster.http.post("/v1/completions", json=body)
+        unasked = await cluster.http.post("/v1/completions", json=body | {"max_tokens": 0})
+    pieces = pieces_of(answer.text) if stream else [answer.json()]
+    choices = [choice for piece in pieces for choice in piece["choices"]]
+    listed = {
+        name: [item for choice in choices for item in choice.get(name) or ()]
+        for name in ("token_ids", "drafted", "text_lengths", "prompt_token_ids")
+    }
+    assert listed["token_ids"] == [12, 13]
+    assert len(listed["drafted"]) == len(listed["text_lengths"]) == 2
+    assert listed["prompt_token_ids"] == [10, 11]
+    assert "".join(choice["text"] for choice in choices) == text(10, 13)
+    found = [
+        each for choice in choices if choice["logprobs"] for each in choice["logprobs"]["token_logprobs"]
+    ]
+    assert len(found) == 4
+    assert pieces[0]["usage"]["completion_tokens"] == (0 if stream else 2), (
+        "the prompt is no part of the completion"
+    )
+    nothing = pieces_of(unasked.text)[0] if stream else unasked.json()
+    assert nothing["choices"][0]["token_ids"] == []
+
+
+async def test_the_texts_of_special_tokens_are_echoed() -> None:
+    async with http_cluster(FakeTarget(lambda tokens: 300)) as cluster:
+        body = PROMPT | {"echo": True, "max_tokens": 1}
+        for prompt in (f"a{SPECIAL}b", [0, 0]):
+            answer = (await cluster.http.post("/v1/completions", json=body | {"prompt": prompt})).json()
+            shown = prompt if isinstance(prompt, str) else SPECIAL * 2
+            assert answer["choices"][0]["text"].startswith(shown)
+
+
+async def test_the_model_may_have_several_names() -> None:
+    async with http_cluster(FakeTarget(), served_model_name=["one/a", "b"]) as cluster:
+        models = (await cluster.http.get("/v1/models")).json()
+        other = (await cluster.http.get("/v1/models/b")).json()
+        answers = [
+            (await cluster.http.post("/v1/completions", json=PROMPT | {"model": name})).json()
+            for name in ("one/a", "b")
+        ]
+        status, error = await post(cluster, **(PROMPT | {"model": "c"}))
+    assert [model["id"] for model in models["data"]] == ["one/a", "b"]
+    assert other["id"] == "b"
+    assert [answer["model"] for answer in answers] == ["one/a"] * 2, "as in vLLM answers have the first"
+    assert (status, error["message"]) == (
+        404,
+        "model is 'c'; it must be 'one/a' or 'b', which is served here",
+    )
+
+
+async def test_an_answer_has_vllms_times() -> None:
+    names = {
+        "time_to_first_token_ms",
+        "generation_time_ms",
+        "queue_time_ms",
+        "mean_itl_ms",
+        "tokens_per_second",
+    }
+    async with http_cluster(FakeTarget(), FakeDraft()) as cluster:
+        two = (await cluster.http.post("/v1/completions", json=PROMPT)).json()["metrics"]
+        one = (await cluster.http.post("/v1/completions", json=PROMPT | {"max_tokens": 1})).json()["metrics"]
+        none = PROMPT | {"max_tokens": 0, "echo": True}
+        nothing = (await cluster.http.post("/v1/completions", json=none)).json()["metrics"]
+    assert names <= two.keys()
+    assert all(two[name] >= 0 for name in names)
+    assert names - one.keys() == {"mean_itl_ms"}
+    assert names & nothing.keys() == {"queue_time_ms"}
 
 
 async def test_log_probabilities_may_name_tokens_by_their_ids(template: Path) -> None:

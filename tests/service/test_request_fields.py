@@ -101,7 +101,10 @@ async def test_a_bad_word_is_the_one_of_the_completion_and_not_of_the_prompt() -
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"allowed_token_ids": (5, 9999)}, "allowed_token_ids holds token id 9999; ids must be in 0..2047"),
+    (
+        {"allowed_token_ids": (5, 9999)},
+        "allowed_token_ids holds token id 9999, out of vocabulary; ids must be in 0..2047",
+    ),
     ({"allowed_token_ids": tuple(range(1025))}, "allowed_token_ids has 1025 ids; it must be at most 1024"),
     ({"bad_words": (" ",)}, "bad_words holds an empty text"),
     ({"bad_words": ("a",) * 257}, "bad_words has 257 texts; it must be at most 256"),

@@ -69,7 +69,7 @@ class Record:
     @property
     def whole(self) -> Chunk:
         """All chunks so far as one."""
-        return Chunk.joined(self.chunks or [Chunk("", (), (), ())])
+        return Chunk.join(self.chunks or [Chunk("", (), (), ())])
 
     @property
     def summary(self) -> Summary:

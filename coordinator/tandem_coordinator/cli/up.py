@@ -124,7 +124,7 @@ class UpOptions(VerbOptions):
         f"{json.dumps(bundled.SMOLLM2_SAMPLING)}]",
     )
     served_model_name: str | None = None
-    """Name of the model in OpenAI's API. [default: that of the target's folder]"""
+    """Name of the model in OpenAI's API, or several with commas between them. [default: that of the target's folder]"""
     host: str | None = None
     """Address that the coordinator listens on. [default: its own, 127.0.0.1]"""
     api_key: str | None = Field(

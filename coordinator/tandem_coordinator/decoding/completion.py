@@ -36,8 +36,16 @@ class Detokenizer:
         self._waiting.clear()
         return text
 
-    def anew(self) -> Detokenizer:
-        return Detokenizer(self._tokenizer, skip_special_tokens=self._skips)
+    def show_prompt(self, token_ids: Sequence[int]) -> list[str]:
+        """The text that each token of a prompt completes. Special tokens are shown, except for those that the tokenizer
+        itself puts before every text."""
+        added = self._tokenizer.encode("").ids
+        has_added = [*token_ids[: len(added)]] == added
+        first = len(added) if has_added and len(added) < len(token_ids) else 0
+        shown = Detokenizer(self._tokenizer, skip_special_tokens=False)
+        texts = [""] * first + [shown.push(token_id) for token_id in token_ids[first:]]
+        texts[-1] += shown.finish()
+        return texts
 
     def finish(self) -> str:
         """Text of the ids that still wait, without bytes that never became a character."""
@@ -204,9 +212,7 @@ class Completion:
 
     def echoed(self) -> Chunk:
         """The prompt as a chunk, which is the last one where the completion may have no token."""
-        detokenizer = self._detokenizer.anew()
-        texts = list(map(detokenizer.push, self.token_ids))
-        texts[-1] += detokenizer.finish()
+        texts = self._detokenizer.show_prompt(self.token_ids)
         if self.room <= 0:
             self.finish_reason = FinishReason.LENGTH
         return Chunk(

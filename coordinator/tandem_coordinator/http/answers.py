@@ -25,7 +25,7 @@ from tandem.serving.server import CancelledByEventError, unless
 from tandem_coordinator.decoding.tokenization import TokenTexts
 from tandem_coordinator.http.bodies import HeldBytes, Share
 from tandem_coordinator.http.errors import error_object, known
-from tandem_coordinator.http.schema import ChatBody, Sampled
+from tandem_coordinator.http.schema import ChatBody, CompletionBody, Sampled
 from tandem_coordinator.parsers.reader import CompletionReader, Said
 from tandem_coordinator.stats.speculation import describe, describe_as_vllm, describe_sampling, sum_stats
 
@@ -191,7 +191,8 @@ class Answer(ABC):
         described = {"usage": usage, "speculation": describe(total, state)}
         if len(summaries) == 1:
             described["metrics"] = {
-                "speculative_decoding": describe_as_vllm(total) if total.drafted else None
+                **_describe_timing(summaries[0]),
+                "speculative_decoding": describe_as_vllm(total) if total.drafted else None,
             }
         if summaries and (sampling := summaries[-1].sampling) is not None:
             described["sampling"] = describe_sampling(sampling)
@@ -218,6 +219,7 @@ class ChoicesAnswer(Answer):
         self._prompts = (asked.prompts or ()) if asked.body.return_token_ids else ()
         usage = asked.body.stream_options
         self._with_ids = bool(asked.body.return_token_ids)
+        self._echoes_prompt = isinstance(asked.body, CompletionBody) and asked.body.echo
         self._with_usage = usage is not None and usage.include_usage
         self._prompt_tokens = asked.prompt_tokens if usage is not None and usage.is_continuous else None
 
@@ -225,7 +227,7 @@ class ChoicesAnswer(Answer):
         self.add(index, chunk)
         choice, kept = self.choices[index], len(chunk.text.encode("utf-8", "replace"))
         lists = [(choice.logprobs[name], items) for name, items in self._logprobs(choice, chunk).items()]
-        lists += [(choice.ids[name], items) for name, items in self._ids(chunk).items()]
+        lists += [(choice.ids[name], items) for name, items in self._ids(index, chunk).items()]
         if chunk.prompt_logprobs:
             lists.append((choice.prompt_logprobs, [*self._prompt_logprobs(chunk)]))
         for items, more in lists:
@@ -241,9 +243,10 @@ class ChoicesAnswer(Answer):
         ]
         answer = {**self._head, "object": self.whole_object, "choices": choices, **self.account()}
         for index, choice in enumerate(self.choices):
-            of_prompt = self._prompt_ids(index)
-            if choice.prompt_logprobs:
-                of_prompt["prompt_logprobs"] = choice.prompt_logprobs
+            # As in vLLM these are null where nobody asked for them.
+            of_prompt: dict[str, Any] = {"prompt_token_ids": None} | self._prompt_ids(index)
+            of_prompt["prompt_logprobs"] = choice.prompt_logprobs or None
+            choices[index].setdefault("token_ids", None)
             self._add_of_prompt(answer, choices[index], of_prompt)
         return answer
 
@@ -256,12 +259,14 @@ class ChoicesAnswer(Answer):
                 if not (has_text or chunk.summary or chunk.logprobs or self._with_ids or is_first):
                     continue  # it says nothing to the client
                 described = self._text(said, is_piece=True, is_first=is_first)
-                described |= self._describe(index, self._logprobs(choice, chunk), self._ids(chunk))
+                described |= self._describe(index, self._logprobs(choice, chunk), self._ids(index, chunk))
                 piece = {**self._head, "object": self.piece_object, "choices": [described]}
                 if is_first:
                     self._add_of_prompt(piece, described, self._prompt_ids(index))
                 if self._prompt_tokens is not None:
-                    piece["usage"] = _usage(self._prompt_tokens[index], choice.tokens)
+                    prompt_tokens = self._prompt_tokens[index]
+                    echoed_tokens = prompt_tokens if self._echoes_prompt else 0
+                    piece["usage"] = _usage(prompt_tokens, choice.tokens - echoed_tokens)
                 yield data_line(piece)
         if self._with_usage:
             yield data_line({**self._head, "object": self.piece_object, "choices": [], **self.account()})
@@ -280,23 +285,33 @@ class ChoicesAnswer(Answer):
             **ids,
         }
 
-    def _ids(self, chunk: Chunk) -> dict[str, list[Any]]:
-        """The fields that `return_token_ids` adds."""
+    def _ids(self, index: int, chunk: Chunk) -> dict[str, list[Any]]:
+        """The fields that `return_token_ids` adds, for the completion's own tokens."""
         if not self._with_ids:
             return {}
+        first = self._count_echoed(index, chunk)
+        if first and first == len(chunk.token_ids):
+            return {"token_ids": []}
         probs = {"draft_probs": chunk.draft_probs, "target_probs": chunk.target_probs}
         return {
-            "token_ids": [*chunk.token_ids],
-            "drafted": [*chunk.drafted],
-            "text_lengths": [*chunk.text_lengths],
+            "token_ids": [*chunk.token_ids[first:]],
+            "drafted": [*chunk.drafted[first:]],
+            "text_lengths": [*chunk.text_lengths[first:]],
             "proposed": [chunk.proposed],
             "drafted_ahead": [chunk.drafted_ahead],
             **{
-                name: [None if isnan(each) else each for each in given]
+                name: [None if isnan(each) else each for each in given[first:]]
                 for name, given in probs.items()
                 if given
             },
         }
+
+    def _count_echoed(self, index: int, chunk: Chunk) -> int:
+        """Tokens at a chunk's beginning that are the prompt's: those of `echo` come before all others."""
+        if not self._echoes_prompt:
+            return 0
+        shown_before = self.choices[index].tokens - len(chunk.token_ids)
+        return min(max(len(self._prompts[index]) - shown_before, 0), len(chunk.token_ids))
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:
         """The prompt's ids, where `return_token_ids` asks for them."""
@@ -358,11 +373,10 @@ class CompletionAnswer(ChoicesAnswer):
         }
 
     def _top(self, token_id: int, position: TokenLogprobs) -> dict[str, float]:
-        """The most probable tokens, and the completion's own where it is none of them, as with OpenAI."""
-        pairs = zip(position.top_token_ids, position.top_logprobs, strict=True)
-        found = {self._texts.text(top_id): _number(logprob) for top_id, logprob in pairs}
-        if token_id not in position.top_token_ids:
-            found.setdefault(self._texts.text(token_id), _number(position.logprob))
+        """The completion's own token, and after it the most probable ones, as in vLLM."""
+        found = {self._texts.text(token_id): _number(position.logprob)}
+        for top_id, logprob in zip(position.top_token_ids, position.top_logprobs, strict=True):
+            found.setdefault(self._texts.text(top_id), _number(logprob))
         return found
 
     def _add_of_prompt(
@@ -391,17 +405,8 @@ class ChatAnswer(ChoicesAnswer):
     def _logprobs(self, choice: Choice, chunk: Chunk) -> dict[str, list[Any]]:
         entries = []
         for token_id, position in zip(chunk.token_ids, chunk.logprobs, strict=False):
-            pairs = zip(position.top_token_ids, position.top_logprobs, strict=True)
-            top = [self._entry(top_id, logprob) for top_id, logprob in pairs]
-            entries.append(self._entry(token_id, position.logprob) | {"top_logprobs": top})
+            entries.append(describe_logprobs(self._texts, token_id, position))
         return {"content": entries} if entries else {}
-
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self._texts.text(token_id),
-            "logprob": _number(logprob),
-            "bytes": list(self._texts.bytes(token_id)),
-        }
 
     def _text(self, said: Said, *, is_piece: bool, is_first: bool = False) -> dict[str, Any]:
         content = said.content if is_piece and not is_first else self._echoed + said.content
@@ -422,12 +427,45 @@ class ChatAnswer(ChoicesAnswer):
         answer |= of_prompt
 
 
+def describe_logprobs(texts: TokenTexts, token_id: int, position: TokenLogprobs) -> dict[str, Any]:
+    """A token with its log probability, and the most probable ones at its place, as chats and responses show it."""
+    pairs = zip(position.top_token_ids, position.top_logprobs, strict=True)
+    top = [_entry(texts, top_id, logprob) for top_id, logprob in pairs]
+    return _entry(texts, token_id, position.logprob) | {"top_logprobs": top}
+
+
+def _entry(texts: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:
+    return {
+        "token": texts.text(token_id),
+        "logprob": _number(logprob),
+        "bytes": list(texts.bytes(token_id)),
+    }
+
+
 def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
+
+
+def _describe_timing(summary: Summary) -> dict[str, float]:
+    """vLLM's times of a request by its names, in milliseconds, and its tokens per second."""
+    timing = summary.timing
+    if timing is None:
+        return {}
+    described = {"queue_time_ms": timing.queue_seconds * 1000}
+    if timing.first_token_seconds is not None:
+        described["time_to_first_token_ms"] = timing.first_token_seconds * 1000
+        described["generation_time_ms"] = timing.generation_seconds * 1000
+        if summary.completion_tokens > 1:
+            mean_seconds = timing.generation_seconds / (summary.completion_tokens - 1)
+            described["mean_itl_ms"] = mean_seconds * 1000
+        computed_seconds = timing.first_token_seconds + timing.generation_seconds
+        if computed_seconds > 0:
+            described["tokens_per_second"] = summary.completion_tokens / computed_seconds
+    return {name: round(value, 3) for name, value in described.items()}
 
 
 def _number(logprob: float) -> float:

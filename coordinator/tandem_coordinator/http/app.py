@@ -43,7 +43,7 @@ from tandem_coordinator.requests.admission import peer_of_host
 from tandem_coordinator.requests.plan import Models, keep_out, truncate
 from tandem_coordinator.requests.runner import RequestRunner
 from tandem_coordinator.requests.validation import REQUEST_RULES, TokenizedRequest, outside_vocabulary
-from tandem_coordinator.settings.coordinator import CoordinatorSettings, RequestBounds
+from tandem_coordinator.settings.coordinator import CoordinatorSettings, RequestBounds, split_list
 from tandem_coordinator.settings.sampling import as_sampling
 from tandem_coordinator.telemetry.observer import CHAT, TEXT_COMPLETION, Choices
 
@@ -334,20 +334,25 @@ class App:
 
     @property
     def model_name(self) -> str:
-        """The name that the model is served under."""
-        return self._settings.served_model_name or self._completions.models.target.name
+        """The name that answers have."""
+        return self._model_names[0]
+
+    @property
+    def _model_names(self) -> list[str]:
+        """The names that the model is served under."""
+        return split_list(self._settings.served_model_name) or [self._completions.models.target.name]
 
     def _check_model(self, name: str | None) -> None:
-        if name not in (None, "", self.model_name):
-            sentence = f"model is {name!r}; it must be {self.model_name!r}, which is served here"
+        if name not in (None, "", *self._model_names):
+            known = " or ".join(map(repr, self._model_names))
+            sentence = f"model is {name!r}; it must be {known}, which is served here"
             raise HttpError(404, sentence, "model_not_found")
 
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`, and `/v1/models/NAME`."""
-        name: str | None = request.path_params.get("name")
-        self._check_model(name)
+        asked: str | None = request.path_params.get("name")
+        self._check_model(asked)
         model: dict[str, Any] = {
-            "id": self.model_name,
             "object": "model",
             "created": self._created,
             "owned_by": "tandem",
@@ -357,7 +362,8 @@ class App:
             "max_model_len": self._completions.models.target.max_length,
             "sampling_defaults": plain(self._completions.models.sampling_defaults),
         }
-        return JSONResponse({"object": "list", "data": [model]} if name is None else model)
+        models = [{"id": name, **model} for name in self._model_names if asked in (None, "", name)]
+        return JSONResponse({"object": "list", "data": models} if asked is None else models[0])
 
     async def health(self, request: Request) -> Response:
         if self._calls.closed_because:

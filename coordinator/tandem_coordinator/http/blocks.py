@@ -11,8 +11,17 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
-from tandem.model.types import Chunk, FinishReason
-from tandem_coordinator.http.answers import Answer, Asked, data_line
+from tandem.model.types import Chunk, FinishReason, TokenLogprobs
+from tandem_coordinator.decoding.tokenization import TokenTexts
+from tandem_coordinator.http.answers import (
+    Answer,
+    Asked,
+    JsonList,
+    data_line,
+    describe_logprobs,
+    flattened,
+    rendered,
+)
 from tandem_coordinator.parsers.reader import Said
 
 
@@ -37,6 +46,8 @@ class Block:
     """Of a call."""
     pieces: list[str] = field(default_factory=list)
     """Of its text, or of a call's arguments."""
+    logprobs: JsonList = field(default_factory=JsonList)
+    """An entry for each token of its text, where the request asked for them."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
@@ -59,6 +70,8 @@ class Change(NamedTuple):
     block: Block
     piece: str = ""
     """Text by which it grew."""
+    logprobs: bytes = b""
+    """Entries for the tokens of that text, as JSON with commas between them."""
 
 
 class BlockWriter:
@@ -71,14 +84,15 @@ class BlockWriter:
         """By their numbers in the completion."""
         self._held: list[str] = []
         """Content that came while a call was written: its block follows the call's."""
+        self._held_logprobs = JsonList()
 
-    def add(self, said: Said, *, is_last: bool) -> list[Change]:
+    def add(self, said: Said, logprobs: bytes = b"", *, is_last: bool) -> list[Change]:
         """The changes that a piece of the completion makes. The last one ends all blocks; there is at least one."""
         changes: list[Change] = []
         if said.reasoning:
             changes += self._write(BlockKind.REASONING, said.reasoning)
         if said.content:
-            changes += self._say(said.content)
+            changes += self._say(said.content, logprobs)
         for delta in said.calls or ():
             changes += self._call(delta)
         if is_last:
@@ -88,11 +102,12 @@ class BlockWriter:
                 changes += self._end()
         return changes
 
-    def _say(self, content: str) -> list[Change]:
+    def _say(self, content: str, logprobs: bytes) -> list[Change]:
         if self._open is not None and self._open.kind is BlockKind.CALL:
             self._held.append(content)
+            _append(self._held_logprobs, logprobs)
             return []
-        return self._write(BlockKind.TEXT, content)
+        return self._write(BlockKind.TEXT, content, logprobs)
 
     def _call(self, delta: dict[str, Any]) -> list[Change]:
         number = delta["index"]
@@ -105,13 +120,13 @@ class BlockWriter:
             changes.append(self._grow(self._calls[number], arguments))
         return changes
 
-    def _write(self, kind: BlockKind, text: str) -> list[Change]:
+    def _write(self, kind: BlockKind, text: str, logprobs: bytes = b"") -> list[Change]:
         """Write into the open block, or into a new one where that is of another kind."""
         changes: list[Change] = []
         if self._open is None or self._open.kind is not kind:
             changes += self._begin(Block(kind, -1))
         assert self._open is not None
-        changes.append(self._grow(self._open, text))
+        changes.append(self._grow(self._open, text, logprobs))
         return changes
 
     def _begin(self, block: Block) -> list[Change]:
@@ -122,9 +137,10 @@ class BlockWriter:
         changes.append(Change(Moment.BEGAN, block))
         return changes
 
-    def _grow(self, block: Block, text: str) -> Change:
+    def _grow(self, block: Block, text: str, logprobs: bytes = b"") -> Change:
         block.pieces.append(text)
-        return Change(Moment.GREW, block, text)
+        _append(block.logprobs, logprobs)
+        return Change(Moment.GREW, block, text, logprobs)
 
     def _end(self) -> list[Change]:
         """End the open block, and then what was held because of it."""
@@ -134,8 +150,10 @@ class BlockWriter:
         self._open = None
         if self._held:
             content = "".join(self._held)
+            logprobs = bytes(self._held_logprobs)
             self._held.clear()
-            changes += self._write(BlockKind.TEXT, content)
+            self._held_logprobs.clear()
+            changes += self._write(BlockKind.TEXT, content, logprobs)
             changes += self._end()
         return changes
 
@@ -146,6 +164,9 @@ class BlockAnswer(Answer):
     def __init__(self, asked: Asked) -> None:
         super().__init__(asked, 1)
         self._writer = BlockWriter()
+        self._texts = TokenTexts(asked.tokenizer)
+        self._waiting: dict[int, tuple[int, TokenLogprobs]] = {}
+        """Tokens by number of which it is not known yet what they are, with their log probabilities."""
 
     @property
     def blocks(self) -> list[Block]:
@@ -158,8 +179,29 @@ class BlockAnswer(Answer):
         return summary is not None and summary.finish_reason is FinishReason.LENGTH
 
     def keep(self, index: int, chunk: Chunk) -> int:
-        self._writer.add(self.add(index, chunk), is_last=chunk.summary is not None)
-        return len(chunk.text.encode("utf-8", "replace"))
+        changes = self._change_by(index, chunk)
+        return len(chunk.text.encode("utf-8", "replace")) + sum(len(change.logprobs) for change in changes)
+
+    def _change_by(self, index: int, chunk: Chunk) -> list[Change]:
+        said = self.add(index, chunk)
+        logprobs = self._take_logprobs(chunk, said)
+        return self._writer.add(said, logprobs, is_last=chunk.summary is not None)
+
+    def _take_logprobs(self, chunk: Chunk, said: Said) -> bytes:
+        """The entries of the tokens that a piece of content was made of."""
+        number = self.choices[0].tokens - len(chunk.token_ids)
+        for token_id, position in zip(chunk.token_ids, chunk.logprobs, strict=False):
+            self._waiting[number] = (token_id, position)
+            number += 1
+        if not said.content or not self._waiting:
+            return b""
+        numbers = list(self._waiting) if said.content_tokens is None else said.content_tokens
+        found = [self._waiting.pop(each) for each in numbers if each in self._waiting]
+        entries = [rendered(describe_logprobs(self._texts, *token)) for token in found]
+        # What came before them was reasoning, or a call.
+        for passed in [each for each in self._waiting if numbers and each < numbers[-1]]:
+            del self._waiting[passed]
+        return b",".join(entries)
 
     async def events(self, chunks: AsyncGenerator[tuple[int, Chunk]]) -> AsyncGenerator[bytes]:
         has_begun = False
@@ -169,7 +211,7 @@ class BlockAnswer(Answer):
                     has_begun = True
                     for event in self._begin():
                         yield event
-                for change in self._writer.add(self.add(index, chunk), is_last=chunk.summary is not None):
+                for change in self._change_by(index, chunk):
                     for event in self._change(change):
                         yield event
         for event in self._end():
@@ -188,6 +230,14 @@ class BlockAnswer(Answer):
         """The events with which it ends."""
 
 
-def event_line(content: dict[str, Any]) -> bytes:
-    """An object as an event that is named by its type."""
-    return f"event: {content['type']}\n".encode() + data_line(content)
+def _append(items: JsonList, more: bytes) -> None:
+    """Add entries to a list."""
+    if items and more:
+        items += b","
+    items += more
+
+
+def event_line(content: dict[str, Any], *, has_lists: bool = False) -> bytes:
+    """An object as an event that is named by its type. It may have lists whose items are rendered."""
+    data = b"data: " + b"".join(flattened(content)) + b"\n\n" if has_lists else data_line(content)
+    return f"event: {content['type']}\n".encode() + data

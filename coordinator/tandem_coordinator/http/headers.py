@@ -44,10 +44,10 @@ def with_sendable_headers(app: ASGIApp) -> ASGIApp:
     """The application, whose answers with headers that cannot be sent become errors. The server would close the
     connection of such an answer without a word."""
 
-    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         is_replaced = False
 
-        async def send_checked(message: Message) -> None:
+        async def send_or_replace(message: Message) -> None:
             nonlocal is_replaced
             if is_replaced:
                 return
@@ -60,6 +60,6 @@ def with_sendable_headers(app: ASGIApp) -> ASGIApp:
                     return
             await send(message)
 
-        await app(scope, receive, send_checked)
+        await app(scope, receive, send_or_replace)
 
-    return checked
+    return answer

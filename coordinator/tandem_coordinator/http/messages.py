@@ -15,16 +15,7 @@ from tandem.errors import InvalidRequestError, TandemError
 from tandem_coordinator.http.answers import Asked
 from tandem_coordinator.http.blocks import Block, BlockAnswer, BlockKind, Change, Moment, event_line
 from tandem_coordinator.http.errors import anthropic_error_object, shown
-from tandem_coordinator.http.schema import (
-    ChatBody,
-    ChatDialect,
-    Items,
-    Known,
-    Message,
-    as_one_text,
-    form_refusals,
-    only,
-)
+from tandem_coordinator.http.schema import ChatBody, ChatDialect, Items, Known, TextForm, as_one_text, only
 
 # Claude Code begins its system prompt with such a block, which differs in each request: no prefix would be found.
 _BILLING = "x-anthropic-billing-header"
@@ -104,20 +95,11 @@ class MessageToolChoice(Known):
             yield "tool_choice.name is missing; it must name one of the tools"
 
 
-class MessageOutput(Known):
-    """Wishes about the form of the answer."""
+class MessageOutput(TextForm):
+    """Wishes about the answer."""
 
     effort: str | None = None
     """A variable for the model's template."""
-    format: dict[str, Any] | None = None
-    """Form of the text: `{"type": "json_schema", "schema": ...}`."""
-
-    @property
-    def response_format(self) -> dict[str, Any] | None:
-        """The form as a chat has it."""
-        if self.format is None or self.format.get("type") != "json_schema":
-            return self.format
-        return {"type": "json_schema", "json_schema": {"schema": self.format.get("schema")}}
 
 
 class MessageThinking(Known):
@@ -163,12 +145,11 @@ class Conversation(ChatDialect):
     container: Any = only(because="this coordinator runs no code")
 
     @property
-    def passed_over(self) -> tuple[str, ...]:
-        ignored = {
+    def unused(self) -> dict[str, bool]:
+        return {
             "tools": bool(self.tools) and self.tool_choice is not None and self.tool_choice.type == "none",
             "thinking.budget_tokens": self.thinking is not None and self.thinking.budget_tokens is not None,
         }
-        return tuple(name for name, is_ignored in ignored.items() if is_ignored)
 
     def refusals(self) -> Iterator[str]:
         yield from super().refusals()
@@ -176,8 +157,7 @@ class Conversation(ChatDialect):
             if part is not None:
                 yield from part.refusals()
         if self.output_config is not None:
-            for sentence in form_refusals(self.output_config.response_format, "format"):
-                yield f"output_config.{sentence}"
+            yield from (f"output_config.{sentence}" for sentence in self.output_config.refusals())
         for index, tool in enumerate(self.tools or ()):
             if tool.type not in (None, "custom"):
                 kind = shown(tool.type)
@@ -187,18 +167,15 @@ class Conversation(ChatDialect):
         choice = self.tool_choice
         thinking = self.thinking
         output = self.output_config
-        variables = {} if thinking is None else thinking.variables
-        variables |= self.chat_template_kwargs or {}
         messages = self._chat_messages()
-        return ChatBody(
-            **self.shared_fields(),
-            messages=[Message(**message) for message in messages],
+        return self.make_chat(
+            messages,
+            {} if thinking is None else thinking.variables,
             tools=[tool.as_chat() for tool in self.tools] if self.tools else None,
             tool_choice=None if choice is None else choice.as_chat(),
             parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
             response_format=None if output is None else output.response_format,
             reasoning_effort=None if output is None else output.effort,
-            chat_template_kwargs=variables or None,
             continue_final_message=_is_open(messages[-1]) if messages else False,
         )
 

@@ -14,22 +14,16 @@ from typing import Any, ClassVar
 
 from tandem.errors import InvalidRequestError, TandemError
 from tandem.model.types import SamplingParams
-from tandem_coordinator.http.answers import Asked
+from tandem_coordinator.http.answers import Asked, JsonList
 from tandem_coordinator.http.blocks import Block, BlockAnswer, BlockKind, Change, Moment, event_line
 from tandem_coordinator.http.errors import error_object, shown
-from tandem_coordinator.http.schema import (
-    ChatBody,
-    ChatDialect,
-    Items,
-    Known,
-    Message,
-    as_one_text,
-    form_refusals,
-    only,
-)
+from tandem_coordinator.http.schema import ChatBody, ChatDialect, Items, Known, TextForm, as_one_text, only
 
 _TEXTS = ("input_text", "output_text", "text")
 _ENCRYPTED = "reasoning.encrypted_content"
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = [_LOGPROBS, _ENCRYPTED]
+"""Parts of an answer that a request may ask for."""
 
 # ---- from a body to a chat
 
@@ -67,23 +61,10 @@ class ResponseItem(Known):
         return text
 
 
-class ResponseText(Known):
+class ResponseText(TextForm):
     """A response's text."""
 
-    format: dict[str, Any] | None = None
-    """Its form: `text`, `json_object`, or `json_schema` with a `schema`."""
     verbosity: Any = only("medium", because="the model has no such setting")
-
-    @property
-    def response_format(self) -> dict[str, Any] | None:
-        """The form as a chat has it."""
-        if self.format is None or self.format.get("type") != "json_schema":
-            return self.format
-        return {"type": "json_schema", "json_schema": {"schema": self.format.get("schema")}}
-
-    def refusals(self) -> Iterator[str]:
-        yield from super().refusals()
-        yield from form_refusals(self.response_format, "format")
 
 
 class ResponseReasoning(Known):
@@ -135,7 +116,10 @@ class ResponsesBody(ChatDialect):
     stream_options: dict[str, Any] | None = None
     """Accepted: nothing is added against measuring lengths."""
     include: Items[str] | None = None
-    """`reasoning.encrypted_content` is ignored; anything else is refused."""
+    """`message.output_text.logprobs` returns log probabilities of the text's tokens, `reasoning.encrypted_content` is
+    ignored, anything else is refused."""
+    top_logprobs: int | None = None
+    """With log probabilities, those of this many alternatives too, up to 20."""
     previous_response_id: Any = only(because="this coordinator does not keep responses")
     conversation: Any = only(
         because="this coordinator does not keep conversations; send all of it as `input`"
@@ -143,18 +127,17 @@ class ResponsesBody(ChatDialect):
     prompt: Any = only(because="this coordinator does not keep prompt templates")
     previous_input_messages: Any = only(because="send the whole conversation as `input`")
     context_management: Any = only([], because="this coordinator does not shorten prompts")
-    top_logprobs: Any = only(0, because="a response has no log probabilities")
     background: Any = only(False, because="this coordinator does not keep responses")
     truncation: Any = only("disabled", because="this coordinator does not shorten prompts")
 
     @property
-    def passed_over(self) -> tuple[str, ...]:
-        ignored = {
+    def unused(self) -> dict[str, bool]:
+        return {
             "tools": bool(self.tools) and self.tool_choice == "none",
-            "include": bool(self.include),
+            "include": _ENCRYPTED in (self.include or ()),
+            "top_logprobs": bool(self.top_logprobs) and not self.has_logprobs,
             "reasoning.summary": self.reasoning is not None and self.reasoning.summary is not None,
         }
-        return tuple(name for name, is_ignored in ignored.items() if is_ignored)
 
     def refusals(self) -> Iterator[str]:
         yield from super().refusals()
@@ -164,18 +147,24 @@ class ResponsesBody(ChatDialect):
             if tool.get("type") != "function":
                 kind = shown(tool.get("type"))
                 yield f'tools.{index}.type is {kind}; it must be "function": only functions are called'
-        if others := [name for name in self.include or () if name != _ENCRYPTED]:
-            yield f"include is {shown(others)}; it must be {shown([_ENCRYPTED])} or left out: nothing else exists"
+        if others := [name for name in self.include or () if name not in _INCLUDED]:
+            yield f"include is {shown(others)}; it must be of {shown(_INCLUDED)}: nothing else exists"
+
+    @property
+    def has_logprobs(self) -> bool:
+        """True if the answer is to have log probabilities."""
+        return _LOGPROBS in (self.include or ())
 
     def chat(self) -> ChatBody:
         effort = None if self.reasoning is None else self.reasoning.effort
         variables = {} if effort is None else {"enable_thinking": effort != "none"}
-        variables |= self.chat_template_kwargs or {}
-        return ChatBody(
-            **self.shared_fields(),
-            messages=[Message(**message) for message in self._messages()],
+        return self.make_chat(
+            self._messages(),
+            variables,
             response_format=None if self.text is None else self.text.response_format,
             max_completion_tokens=self.max_output_tokens,
+            logprobs=self.has_logprobs,
+            top_logprobs=self.top_logprobs if self.has_logprobs else None,
             stop=self.stop,
             logit_bias=self.logit_bias,
             structured_outputs=self.structured_outputs,
@@ -183,7 +172,6 @@ class ResponsesBody(ChatDialect):
             tool_choice=_chat_tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=effort,
-            chat_template_kwargs=variables or None,
             continue_final_message=not isinstance(self.input, str)
             and bool(self.input)
             and self.input[-1].is_unfinished,
@@ -282,6 +270,7 @@ class ResponseAnswer(BlockAnswer):
             if name in ("temperature", "top_p", "frequency_penalty", "presence_penalty")
         }
         reasoning = body.reasoning
+        self._has_logprobs = body.has_logprobs
         self._numbers = count()
         self._head = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -332,7 +321,8 @@ class ResponseAnswer(BlockAnswer):
         )
 
     def _event(self, kind: str, **content: Any) -> bytes:
-        return event_line({"type": f"response.{kind}", **content, "sequence_number": next(self._numbers)})
+        described = {"type": f"response.{kind}", **content, "sequence_number": next(self._numbers)}
+        return event_line(described, has_lists=self._has_logprobs)
 
     def _begin(self) -> Iterator[bytes]:
         begun = {**self._head, "status": "in_progress", "output": []}
@@ -343,23 +333,27 @@ class ResponseAnswer(BlockAnswer):
         block = change.block
         output: dict[str, Any] = {"output_index": block.index}
         place: dict[str, Any] = {"item_id": _item_id(block), **output}
-        text: dict[str, Any] = {"logprobs": []} if block.kind is BlockKind.TEXT else {}
         if block.kind is not BlockKind.CALL:
             place["content_index"] = 0
         kind = _EVENTS[block.kind]
+        is_text = block.kind is BlockKind.TEXT
         match change.moment:
             case Moment.BEGAN:
                 yield self._event("output_item.added", **output, item=self._item(block, "in_progress"))
                 if block.kind is not BlockKind.CALL:
-                    yield self._event("content_part.added", **place, part=_part(block, ""))
+                    yield self._event(
+                        "content_part.added", **place, part=_part(Block(block.kind, block.index))
+                    )
             case Moment.GREW:
-                yield self._event(f"{kind}.delta", **place, delta=change.piece, **text)
+                told: dict[str, Any] = {"logprobs": _shown(JsonList(change.logprobs))} if is_text else {}
+                yield self._event(f"{kind}.delta", **place, delta=change.piece, **told)
             case Moment.ENDED:
                 if block.kind is BlockKind.CALL:
                     yield self._event(f"{kind}.done", **place, name=block.function, arguments=block.text)
                 else:
-                    yield self._event(f"{kind}.done", **place, text=block.text, **text)
-                    yield self._event("content_part.done", **place, part=_part(block, block.text))
+                    told = {"logprobs": _shown(block.logprobs)} if is_text else {}
+                    yield self._event(f"{kind}.done", **place, text=block.text, **told)
+                    yield self._event("content_part.done", **place, part=_part(block))
                 yield self._event("output_item.done", **output, item=self._item(block))
 
     def _end(self) -> Iterator[bytes]:
@@ -373,7 +367,7 @@ class ResponseAnswer(BlockAnswer):
             is_last = block is self.blocks[-1]
             status = "incomplete" if self.is_cut and is_last else "completed"
         item: dict[str, Any] = {"id": _item_id(block), "status": status}
-        parts = [] if has_begun_only else [_part(block, block.text)]
+        parts = [] if has_begun_only else [_part(block)]
         match block.kind:
             case BlockKind.REASONING:
                 return {**item, "type": "reasoning", "summary": [], "content": parts}
@@ -396,7 +390,17 @@ def _item_id(block: Block) -> str:
     return f"{_PREFIXES[block.kind]}_{block.id}"
 
 
-def _part(block: Block, text: str) -> dict[str, Any]:
+def _part(block: Block) -> dict[str, Any]:
     if block.kind is BlockKind.REASONING:
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "reasoning_text", "text": block.text}
+    return {
+        "type": "output_text",
+        "text": block.text,
+        "annotations": [],
+        "logprobs": _shown(block.logprobs),
+    }
+
+
+def _shown(logprobs: JsonList) -> JsonList | list[Any]:
+    """Entries as they are, or a list that anything can render where there are none."""
+    return logprobs or []

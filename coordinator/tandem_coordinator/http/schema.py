@@ -485,6 +485,24 @@ class DetokenizeBody(Body):
     """Ids of the target's vocabulary."""
 
 
+class TextForm(Known):
+    """The form of a text in the words of another API."""
+
+    format: dict[str, Any] | None = None
+    """`text`, `json_object`, or `json_schema` with a `schema`."""
+
+    @property
+    def response_format(self) -> dict[str, Any] | None:
+        """The form as a chat has it."""
+        if self.format is None or self.format.get("type") != "json_schema":
+            return self.format
+        return {"type": "json_schema", "json_schema": {"schema": self.format.get("schema")}}
+
+    def refusals(self) -> Iterator[str]:
+        yield from super().refusals()
+        yield from form_refusals(self.response_format, "format")
+
+
 class ChatDialect(AboutCaller):
     """The body of a request that asks for a chat in the words of another API."""
 
@@ -542,9 +560,31 @@ class ChatDialect(AboutCaller):
     return_mm_kwargs: Any = only(False, because=_TEXT_ONLY)
     watermarking: Any = only(False, because="texts are not marked")
 
+    @property
+    def unused(self) -> Mapping[str, bool]:
+        """Fields, and whether they are set without an effect."""
+        return {}
+
+    @property
+    def passed_over(self) -> tuple[str, ...]:
+        return tuple(name for name, is_unused in self.unused.items() if is_unused)
+
     def chat(self) -> ChatBody:
         """The chat that it asks for."""
         raise NotImplementedError
+
+    def make_chat(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], **fields: Any
+    ) -> ChatBody:
+        """A chat of these messages, with what it has under the same names. The request's own variables for the template
+        are stronger than those that its other fields make."""
+        variables = {**variables, **(self.chat_template_kwargs or {})}
+        return ChatBody(
+            **self.shared_fields(),
+            messages=[Message(**message) for message in messages],
+            chat_template_kwargs=variables or None,
+            **fields,
+        )
 
     def shared_fields(self) -> dict[str, Any]:
         """The fields that a chat has under the same names."""

@@ -18,7 +18,7 @@ from tandem_coordinator.parsers.forms import (
     ReasoningForm,
     TaggedCalls,
 )
-from tandem_coordinator.parsers.values import escaped, json_of, python_as_json, quoted, types_of, unescaped
+from tandem_coordinator.parsers.values import escape_text, json_of, python_as_json, quote, types_of, unescape
 
 _ARGUMENTS = ("arguments", "parameters")
 """Names of the member of an object that has a call's arguments."""
@@ -38,6 +38,8 @@ class Said:
     reasoning: str = ""
     calls: list[dict[str, Any]] | None = None
     """As OpenAI shows them, whole or as a stream's deltas; None where nobody looks for calls."""
+    content_tokens: Sequence[int] | None = None
+    """Numbers of the completion's tokens that this content was made of; None where all of them are content."""
 
 
 _Reading = Generator[None, str]
@@ -108,6 +110,10 @@ class CompletionReader:
         self._is_reasoning = has_begun_reasoning is True
         self._held_tokens = 0
         """Tokens that may be reasoning, or a mark that ends it."""
+        self._token_count = 0
+        self._open_tokens: list[int] = []
+        """Numbers of the tokens that may be content or not."""
+        self._content_tokens: list[int] = []
         self._calls: list[_Call] = []
         self._form = calls
         self._reasoning_form = reasoning
@@ -150,18 +156,39 @@ class CompletionReader:
         self._content = []
         self._reasoning = []
         self._deltas = []
+        self._content_tokens = []
         start = 0
         for length in token_lengths:
+            before = self._written
             self._read_on(text[start : start + length])
             self._count_token()
+            self._open_tokens.append(self._token_count)
+            self._token_count += 1
+            self._sort_tokens(before)
             start += length
+        before = self._written
         self._read_on(text[start:])
         if is_last:
             self._reading.send("")
             if self._is_reasoning:
                 self._count_held()
+        self._sort_tokens(before)
         self._end_fragments()
-        return Said("".join(self._content), "".join(self._reasoning), self._deltas)
+        return Said("".join(self._content), "".join(self._reasoning), self._deltas, self._content_tokens)
+
+    @property
+    def _written(self) -> tuple[int, int]:
+        """Number of pieces of content, and of all others."""
+        return len(self._content), len(self._reasoning) + len(self._deltas) + len(self._fragments)
+
+    def _sort_tokens(self, before: tuple[int, int]) -> None:
+        """Decide about the open tokens by what was written since then: content is made of them, or something else."""
+        contents, others = before
+        if any(self._content[contents:]):
+            self._content_tokens += self._open_tokens
+            self._open_tokens.clear()
+        elif self._written[1] != others:
+            self._open_tokens.clear()
 
     def _count_token(self) -> None:
         """Count the token that was read last. A mark is known for one when the next character has come."""
@@ -583,7 +610,7 @@ class CompletionReader:
             if not has_begun:
                 self._begin_call(name)
             self._held.clear()
-            self._argue(f"{', ' if has_begun else '{'}{quoted(key)}: ")
+            self._argue(f"{', ' if has_begun else '{'}{quote(key)}: ")
             has_begun = True
             if not (yield from self._read_tagged_value(syntax, types_of(parameters, key))):
                 return None
@@ -634,7 +661,7 @@ class CompletionReader:
 
     def _argue_text(self, text: str) -> None:
         """More of a string in the last call's arguments."""
-        self._argue(escaped(text))
+        self._argue(escape_text(text))
 
     # ---- calls as Python
 
@@ -669,7 +696,7 @@ class CompletionReader:
             yield from self._read_space()
             has_value = bool(key) and bool((yield from self._read_word("=")))
             yield from self._read_space()
-            start = f"{before}{quoted(key)}: "
+            start = f"{before}{quote(key)}: "
             begun = name if before == "{" else ""
             if not has_value or not (yield from self._read_python_value(begun, start)):
                 if before != "{" and self._held:  # the text did not end inside of a string
@@ -722,9 +749,9 @@ class CompletionReader:
         while self._character and self._character != quote:
             if self._character == "\\":
                 escape = yield from self._read_python_escape()
-                self._argue(unescaped(escape))
+                self._argue(unescape(escape))
             else:
-                self._argue(escaped(self._character))
+                self._argue(escape_text(self._character))
                 self._character = yield
         if not self._character:
             return False

@@ -14,14 +14,14 @@ ALL_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "array"
 _ESCAPES = {character: json.dumps(character)[1:-1] for character in ('"', "\\", *map(chr, range(0x20)))}
 
 
-def escaped(text: str) -> str:
+def escape_text(text: str) -> str:
     """A text as it stands inside a string of JSON."""
     return "".join(_ESCAPES.get(character, character) for character in text)
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """A text as a string of JSON."""
-    return f'"{escaped(text)}"'
+    return f'"{escape_text(text)}"'
 
 
 # ---- types by a tool's schema
@@ -108,7 +108,7 @@ def json_of(text: str, types: frozenset[str]) -> str:
     for written in (literal, python_as_json(literal)):
         if written is not None and _has_type(written, types):
             return written
-    return quoted(text)
+    return quote(text)
 
 
 def _has_type(written: str, types: frozenset[str]) -> bool:
@@ -167,7 +167,7 @@ def _json_tokens(text: str) -> Iterator[str]:
         comma = ""
         match token.lastgroup:
             case "string":
-                yield f'"{unescaped(word[1:-1])}"'
+                yield f'"{unescape(word[1:-1])}"'
             case "mark" if word == ",":
                 comma = word
             case "mark":
@@ -197,15 +197,15 @@ _SIMPLE_ESCAPES = {
 }  # fmt: skip
 
 
-def unescaped(body: str) -> str:
+def unescape(body: str) -> str:
     """The inside of a string of Python as that of a string of JSON. An escape that Python does not know stays."""
     written: list[str] = []
     start = 0
     for found in _ESCAPE.finditer(body):
-        written.append(escaped(body[start : found.start()]))
+        written.append(escape_text(body[start : found.start()]))
         written.append(_escape(found[0]))
         start = found.end()
-    written.append(escaped(body[start:]))
+    written.append(escape_text(body[start:]))
     return "".join(written)
 
 
@@ -213,14 +213,14 @@ def _escape(escape: str) -> str:
     """An escape of Python as JSON writes it."""
     kind = escape[1:2]
     if kind in _SIMPLE_ESCAPES:
-        return escaped(_SIMPLE_ESCAPES[kind])
+        return escape_text(_SIMPLE_ESCAPES[kind])
     if kind.isdigit() and kind < "8":
-        return escaped(chr(int(escape[1:], 8)))
+        return escape_text(chr(int(escape[1:], 8)))
     if kind in ("x", "u", "U") and len(escape) > 2:
         code = int(escape[2:], base=16)  # noqa: FURB166 - an escape has no prefix
         # Half of a character outside the basic plane stays an escape, which its other half completes.
         if code < 0x10000:
-            return f"\\u{code:04x}" if code < 0x20 or 0xD800 <= code < 0xE000 else escaped(chr(code))
+            return f"\\u{code:04x}" if code < 0x20 or 0xD800 <= code < 0xE000 else escape_text(chr(code))
         if code < 0x110000:
             return chr(code)
-    return escaped(escape)
+    return escape_text(escape)

@@ -130,7 +130,7 @@ class ChunkQueue:
             self._pause.cancel()
             self._pause = None
         chunks, self._held = self._held, []
-        return chunks[0] if len(chunks) == 1 else Chunk.joined(chunks)
+        return chunks[0] if len(chunks) == 1 else Chunk.join(chunks)
 
     def _check_pause(self) -> None:
         self._pause = None

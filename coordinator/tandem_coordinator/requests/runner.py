@@ -19,6 +19,7 @@ from tandem.model.speculation_state import SpeculationState
 from tandem.model.types import (
     Chunk,
     GenerationRequest,
+    RequestTiming,
     RowKind,
     SpeculationStats,
     TargetOptions,
@@ -105,6 +106,7 @@ class RequestRunner:
         name = request_id or uuid.uuid4().hex
         observer = self._observer.begin(name, traceparent, choices)
         deadline = Deadline(deadline_seconds)
+        asked = time.monotonic()
 
         async def run(queue: ChunkQueue) -> None:
             # Waiting requests stay in memory: hundreds of any size would take all of it.
@@ -115,9 +117,10 @@ class RequestRunner:
             bounded.check()
             async with self.admission.place(deadline.remaining_seconds, peer, request.priority) as place:
                 observer.admitted()
+                times = RequestTimes(asked, time.monotonic())
                 scopes = self._scopes.of(token=token, address=peer, salt=request.cache_salt)
                 plan = await make_plan(request, name, self.bounds, self.models, scopes, self._choose_rule)
-                await self._run_rounds(plan, observer, deadline, place, queue)
+                await self._run_rounds(plan, observer, deadline, place, times, queue)
 
         with _observe(observer), self.admission.stream(peer):
             queue = ChunkQueue(self.bounds.stream_interval, self._pacer)
@@ -139,7 +142,13 @@ class RequestRunner:
             raise self.admission.refusal()
 
     async def _run_rounds(
-        self, plan: Plan, observer: RequestObserver, deadline: Deadline, place: Place, queue: ChunkQueue
+        self,
+        plan: Plan,
+        observer: RequestObserver,
+        deadline: Deadline,
+        place: Place,
+        times: RequestTimes,
+        queue: ChunkQueue,
     ) -> None:
         completion = plan.begin()
         observer.planned(completion, plan.details)
@@ -166,7 +175,7 @@ class RequestRunner:
         target = open_target(plan.target_options(place.client), plan.row_kind)
         speculation = self._speculation(plan)
         draft = self._draft(plan, speculation, events, observer, place.client, target)
-        active = ActiveRequest(plan, completion, place, tally, draft, target, speculation)
+        active = ActiveRequest(plan, completion, place, times, tally, draft, target, speculation)
         async with AsyncExitStack() as streams:
             streams.enter_context(self.requests.running(active))
             streams.callback(self._count_request, active, observer)
@@ -192,6 +201,7 @@ class RequestRunner:
             )
             async for chunk in await streams.enter_async_context(aclosing(session.rounds())):
                 active.checks = 0
+                times.note_tokens()
                 await queue.put(self._with_summary(chunk, active))
                 active.checks = None
                 if active.has_stalled and completion.can_extend:
@@ -294,6 +304,7 @@ class RequestRunner:
             sampling=active.plan.sampling,
             cached_tokens=None if active.target.cache is None else active.target.cache.cached_tokens,
             weights=active.target.weights,
+            timing=active.times.report(),
         )
         return replace(chunk, summary=whole)
 
@@ -354,12 +365,38 @@ def _observe(observer: RequestObserver) -> Iterator[None]:
 
 
 @dataclass(slots=True, eq=False)
+class RequestTimes:
+    """Moments of a request, by the monotonic clock."""
+
+    asked: float
+    admitted: float
+    first_token: float | None = None
+    last_token: float | None = None
+
+    def note_tokens(self) -> None:
+        """Note that tokens have come."""
+        self.last_token = time.monotonic()
+        if self.first_token is None:
+            self.first_token = self.last_token
+
+    def report(self) -> RequestTiming:
+        """The time that each part has taken so far."""
+        queue_seconds = self.admitted - self.asked
+        if self.first_token is None or self.last_token is None:
+            return RequestTiming(queue_seconds, None, 0.0)
+        return RequestTiming(
+            queue_seconds, self.first_token - self.admitted, self.last_token - self.first_token
+        )
+
+
+@dataclass(slots=True, eq=False)
 class ActiveRequest:
     """A request that runs."""
 
     plan: Plan
     completion: Completion
     place: Place
+    times: RequestTimes
     tally: RoundTally
     draft: FailoverDraft | NoDraft
     target: FailoverTarget

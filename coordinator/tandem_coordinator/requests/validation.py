@@ -228,7 +228,7 @@ def _logit_bias(subject: TokenizedRequest) -> Iterator[str]:
         if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS
     ]
     if wrong:
-        yield f"logit_bias is {_listed(wrong)}; it must be {_BIASES}"
+        yield f"logit_bias is {_join_values(wrong)}; it must be {_BIASES}"
 
 
 def outside_vocabulary(holder: str, token_ids: Iterable[int], target: ModelInfo) -> Iterator[str]:
@@ -237,14 +237,14 @@ def outside_vocabulary(holder: str, token_ids: Iterable[int], target: ModelInfo)
     unknown = dict.fromkeys(token_id for token_id in token_ids if not 0 <= token_id < size)
     if unknown:
         noun = "token id" if len(unknown) == 1 else "token ids"
-        yield f"{holder} {noun} {_listed([*map(str, unknown)])}; ids must be in 0..{size - 1}"
+        yield f"{holder} {noun} {_join_values([*map(str, unknown)])}, out of vocabulary; ids must be in 0..{size - 1}"
 
 
 _MAX_LISTED = 8
 """Wrong values of a list that a sentence names."""
 
 
-def _listed(values: Sequence[str]) -> str:
+def _join_values(values: Sequence[str]) -> str:
     more = len(values) - _MAX_LISTED
     return ", ".join(values[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 

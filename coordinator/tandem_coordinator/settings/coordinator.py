@@ -138,8 +138,8 @@ class SharingOptions(Options):
     wrote or were told. By default nothing: a caller is a token, else a client's address. Tandem's own."""
 
 
-def origins(text: str | None) -> list[str]:
-    """Each of the origins in an option's text."""
+def split_list(text: str | None) -> list[str]:
+    """Each of the entries in an option's text, which has commas between them."""
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
@@ -148,7 +148,7 @@ _ORIGIN = re.compile(r"\*|https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(:[0-9]+)?
 
 @rule("`cors_origin` is `*` or origins: `scheme://host:port`.")
 def _cors_origin(settings: Any) -> Iterator[str]:
-    for origin in origins(settings.cors_origin):
+    for origin in split_list(settings.cors_origin):
         if not _ORIGIN.fullmatch(origin):
             yield f"cors_origin is {origin}; it must be * or scheme://host:port, such as https://chat.example"
 
@@ -177,8 +177,9 @@ class HttpOptions(Options):
     """Maximum bytes of incomplete bodies over all connections; the first 64 KiB of each are free."""
     http_max_held_answer_bytes: int = Field(default=256 << 20, ge=1024)
     """Maximum bytes of answers that are not streamed, over all connections; the first 64 KiB of each are free."""
-    served_model_name: str | None = None
-    """Name of the model in OpenAI's API. By default the name of the target's folder. Name and meaning are vLLM's."""
+    served_model_name: Annotated[str, BeforeValidator(_one_text)] | None = None
+    """Name of the model in OpenAI's API, or several with commas between them: requests may use any, and answers have
+    the first. By default the name of the target's folder. Name and meaning are vLLM's."""
     chat_template: Path | None = None
     """Jinja template for chats, in place of the model's own. Name and meaning are vLLM's."""
     tool_call_parser: CallParser = AUTO
@@ -230,7 +231,13 @@ class CoordinatorSettings(
 
     env_prefix: ClassVar = "TANDEM_COORDINATOR_"
 
-    repeatable: ClassVar = ("target_address", "draft_address", "cors_origin", "share_between_callers")
+    repeatable: ClassVar = (
+        "target_address",
+        "draft_address",
+        "served_model_name",
+        "cors_origin",
+        "share_between_callers",
+    )
     """Options that may be given several times on a command line."""
 
     port: Annotated[int, SHORT_HELP] = Field(default=DEFAULT_PORT, ge=0, le=65535)

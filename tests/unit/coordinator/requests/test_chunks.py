@@ -98,7 +98,7 @@ def test_joined_chunks_say_what_the_rounds_said_and_are_cut_at_the_interval(
 ) -> None:
     rounds = rounds_of(counts)
     found = asyncio.run(delivered(rounds, interval, making, reading))
-    assert Chunk.joined(found) == Chunk.joined(rounds)
+    assert Chunk.join(found) == Chunk.join(rounds)
     assert found[0].token_ids == rounds[0].token_ids, "the first tokens are sent at once"
     ends = [0]
     for count in counts:
@@ -117,7 +117,7 @@ def test_joined_chunks_say_what_the_rounds_said_and_are_cut_at_the_interval(
 
 
 def test_a_joined_chunk_counts_all_of_its_rounds() -> None:
-    whole = Chunk.joined([numbered(1, 2), numbered(), numbered(3)])
+    whole = Chunk.join([numbered(1, 2), numbered(), numbered(3)])
     assert whole == Chunk(
         "[1][2][3]",
         (1, 2, 3),
@@ -156,7 +156,7 @@ async def test_a_deadline_delivers_what_was_held_and_counts_it() -> None:
     found: list[Chunk] = []
     with pytest.raises(DeadlineError, match="3 tokens were delivered"):
         await read(stream_of(run, ChunkQueue(100), 0.05), found)
-    assert Chunk.joined(found).token_ids == (0, 1, 2)
+    assert Chunk.join(found).token_ids == (0, 1, 2)
 
 
 async def test_a_reader_that_stops_holds_up_the_rounds_after_one_interval() -> None:

@@ -43,6 +43,7 @@ from tandem.model.types import (
     PositionStats,
     Proposal,
     ProposeStep,
+    RequestTiming,
     RowKind,
     RowLogprobs,
     RowStatistics,
@@ -706,7 +707,10 @@ def test_chunks_survive(finish_reason: FinishReason, stop_reason: str | int | No
     stats = SpeculationStats(2, 5, 3, positions, AheadStats(2, 1, [0, 1], 0.125))
     state = SpeculationState(False, 0, "why", (DecidingFigure("with the draft", 95.25, "tokens/s"),))
     sampling = SamplingParams(0.2, 5, 0.9, 0.1, -5, 1.1, 0.5, -0.5)
-    summary = Summary(finish_reason, 4, 9, stats, "id", -5, state, stop_reason=stop_reason, sampling=sampling)
+    timing = RequestTiming(0.5, None, 0.25)
+    summary = Summary(
+        finish_reason, 4, 9, stats, "id", -5, state, stop_reason=stop_reason, sampling=sampling, timing=timing
+    )
     chunk = Chunk(
         "héllo", (1, 2), (True, False), (2, 3), summary, 4,
         (TokenLogprobs(-0.5, (1, 7), (-0.5, -1.25)), TokenLogprobs(-2.0)), drafted_ahead=True,

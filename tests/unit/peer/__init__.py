@@ -1,0 +1,1 @@
+"""Tests of how another project's tests are chosen."""

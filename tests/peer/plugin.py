@@ -177,7 +177,7 @@ def find_value(words: Sequence[str], option: str) -> str | None:
 
 # ---- in place of vLLM's modules
 
-TOKENIZER = transformers.AutoTokenizer.from_pretrained(find_model(MODEL))  # type: ignore[no-untyped-call]
+TOKENIZER = transformers.AutoTokenizer.from_pretrained(find_model(MODEL))
 
 
 def _get_tokenizer(*_: Any, **__: Any) -> Any:
@@ -210,8 +210,6 @@ _ABSENT = ("vllm", "fastapi", "pybase64")
 class _StandIn(ModuleType):
     """A module that is not there, in which every name stands for a class without a meaning."""
 
-    __path__: ClassVar[list[str]] = []
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -231,6 +229,7 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         module = _StandIn(spec.name)
+        module.__path__ = []
         vars(module).update(_REAL.get(spec.name, {}))
         return module
 
@@ -267,7 +266,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Put the stand-ins in place, and take the fixtures that vLLM's tests share."""
     sys.meta_path.insert(0, _StandIns())
     _replace_tests_package()
-    transformers.AutoTokenizer.from_pretrained = _get_tokenizer
+    transformers.AutoTokenizer.from_pretrained = _get_tokenizer  # type: ignore[method-assign]
     for place in ("conftest.py", "openai/responses/conftest.py"):
         fixtures = _load_module(f"peer_{place.replace('/', '_')}", SOURCE / TESTS / place)
         config.pluginmanager.register(fixtures, place)

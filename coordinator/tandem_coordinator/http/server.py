@@ -23,7 +23,7 @@ from tandem_coordinator.http.app import HEALTH_PATHS
 from tandem_coordinator.http.bodies import BODY_SECONDS
 from tandem_coordinator.http.errors import error_response
 from tandem_coordinator.http.headers import ALONE_HEADER, IGNORED_HEADER, with_sendable_headers
-from tandem_coordinator.settings.coordinator import CoordinatorSettings, split_list
+from tandem_coordinator.settings.coordinator import CoordinatorSettings, split_entries
 
 _HEADER_SECONDS = BODY_SECONDS
 """Time of a client from connecting, or from the first byte after an answer, to the end of a request's headers."""
@@ -51,7 +51,7 @@ class HttpServer:
         self.url = f"{'http' if tls is None else 'https'}://{name}:{self._socket.getsockname()[1]}"
         self._app, self._max_connections = app, settings.http_max_connections
         served: ASGIApp = self
-        if allowed := split_list(settings.cors_origin):
+        if allowed := split_entries(settings.cors_origin):
             exposed = [IGNORED_HEADER, ALONE_HEADER, "Retry-After", "Retry-After-Ms", "X-Request-Id"]
             served = CORSMiddleware(
                 self, allowed, ["GET", "POST"], allow_headers=["*"], expose_headers=exposed

@@ -138,7 +138,7 @@ class SharingOptions(Options):
     wrote or were told. By default nothing: a caller is a token, else a client's address. Tandem's own."""
 
 
-def split_list(text: str | None) -> list[str]:
+def split_entries(text: str | None) -> list[str]:
     """Each of the entries in an option's text, which has commas between them."""
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
@@ -148,7 +148,7 @@ _ORIGIN = re.compile(r"\*|https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(:[0-9]+)?
 
 @rule("`cors_origin` is `*` or origins: `scheme://host:port`.")
 def _cors_origin(settings: Any) -> Iterator[str]:
-    for origin in split_list(settings.cors_origin):
+    for origin in split_entries(settings.cors_origin):
         if not _ORIGIN.fullmatch(origin):
             yield f"cors_origin is {origin}; it must be * or scheme://host:port, such as https://chat.example"
 

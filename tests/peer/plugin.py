@@ -38,6 +38,8 @@ GROUPS = read_groups()
 MODEL = "smollm2"
 MODEL_MAX_LENGTH = 8192
 SHORT_LENGTH = 1024
+PORT_VARIABLE = "PEER_PORT"
+"""Names the HTTP port of a server that runs already, with the names and the sampling that this one would have."""
 START_SECONDS = 600.0
 STOP_SECONDS = 60.0
 SAMPLING = {"temperature": 0.0, "max_new_tokens": 120}
@@ -122,13 +124,16 @@ class TandemServer:
             self._own = Process([name], min(length, MODEL_MAX_LENGTH))
             self.port = self._own.port
         else:
-            self.port = self._share().port
+            self.port = self._share()
 
     @classmethod
-    def _share(cls) -> Process:
+    def _share(cls) -> int:
+        """The port of the server of all tests."""
+        if PORT_VARIABLE in os.environ:
+            return int(os.environ[PORT_VARIABLE])
         if cls._shared is None:
             cls._shared = Process(find_names(), MODEL_MAX_LENGTH)
-        return cls._shared
+        return cls._shared.port
 
     @classmethod
     def stop_shared(cls) -> None:

@@ -156,8 +156,8 @@ class App:
         path = scope["path"]
         named = header_value(dict(scope["headers"]).get(REQUEST_ID_HEADER, b"")[:256])
         request_id = named or uuid.uuid4().hex.encode()
-        # The rules of requests know one name of the limit and of the prompt, clients several
-        names = {"max_tokens": "max_tokens", "prompt": "prompt"}
+        # The rules of requests have one name for each of these, clients several
+        names = {"max_tokens": "max_tokens", "prompt": "prompt", "logprobs": "logprobs"}
         state = {"client_request_id": named.decode("latin-1"), "names": names}
 
         async def noted(message: Message) -> None:
@@ -185,6 +185,7 @@ class App:
             await error_response(refusal, path)(scope, receive, noted)
         except InvalidRequestError as error:
             sentence = re.sub(r"\bmax_tokens\b", names["max_tokens"], str(error))
+            sentence = re.sub(r"\blogprobs(?= is -?\d)", names["logprobs"], sentence)
             await error_response(type(error)(sentence), path, names)(scope, receive, noted)
         except Exception as error:  # noqa: BLE001 - an unexpected error is logged, and answered with an id
             await error_response(error, path)(scope, receive, noted)
@@ -225,7 +226,7 @@ class App:
         else:
             body = given
             if isinstance(body, schema.ChatBody):
-                request.state.names["prompt"] = "messages"
+                request.state.names |= {"prompt": "messages", "logprobs": "top_logprobs"}
             if body.max_completion_tokens is not None:
                 request.state.names["max_tokens"] = "max_completion_tokens"
         peer = _peer_of(request)
@@ -267,7 +268,11 @@ class App:
 
     def _chat_of(self, body: schema.ChatDialect, request: Request) -> schema.ChatBody:
         """The chat that a body asks for in other words than a chat's."""
-        request.state.names |= {"max_tokens": body.limit_name, "prompt": body.prompt_name}
+        request.state.names |= {
+            "max_tokens": body.limit_name,
+            "prompt": body.prompt_name,
+            "logprobs": "top_logprobs",
+        }
         refuse(body.refusals())
         return body.chat()
 

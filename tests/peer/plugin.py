@@ -272,9 +272,10 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.meta_path.insert(0, _StandIns())
     _replace_tests_package()
     transformers.AutoTokenizer.from_pretrained = _get_tokenizer  # type: ignore[method-assign]
-    for place in ("conftest.py", "openai/responses/conftest.py"):
-        fixtures = _load_module(f"peer_{place.replace('/', '_')}", SOURCE / TESTS / place)
-        config.pluginmanager.register(fixtures, place)
+    for name, folder in (("shared", ""), ("of_responses", "openai/responses")):
+        fixtures = _load_module(f"peer_fixtures_{name}", SOURCE / TESTS / folder / "conftest.py")
+        # Under the name of a conftest.py, pytest would look for its folder among its own arguments.
+        config.pluginmanager.register(fixtures, f"peer_fixtures_{name}")
 
 
 # ---- the list of tests that do not pass

@@ -267,7 +267,6 @@ async def test_responses_by_openais_client(template: Path) -> None:
             "prompt": {"id": "pmpt_1"},
             "previous_input_messages": [{"role": "user", "content": "hi"}],
             "context_management": [{"type": "compaction"}],
-            "top_logprobs": 2,
         }.items():
             await _refused(client, extra_body={field: value}, field=field)
         await _refused(client, max_output_tokens=0)

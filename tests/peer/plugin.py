@@ -37,7 +37,7 @@ SOURCE = Path(os.environ[SOURCE_VARIABLE])
 GROUPS = read_groups()
 MODEL = "smollm2"
 MODEL_MAX_LENGTH = 8192
-SHORT_LENGTH = 1024
+SHORT_LENGTH = 256
 PORT_VARIABLE = "PEER_PORT"
 """Names the HTTP port of a server that runs already, with the names and the sampling that this one would have."""
 START_SECONDS = 600.0

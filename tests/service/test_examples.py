@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from types import ModuleType
 
 import grpc.aio
@@ -15,10 +16,13 @@ SECONDS = 30.0
 
 
 def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
+    """The module of an example. Its dataclasses look it up among the loaded ones."""
+    own_name = f"example_{name.replace('/', '_')}"
+    spec = importlib.util.spec_from_file_location(own_name, ROOT / "examples" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[own_name] = module
     spec.loader.exec_module(module)
     return module
 

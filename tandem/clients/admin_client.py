@@ -45,6 +45,8 @@ class AdminClient(CoordinatorClient):
         super().__init__(address, credentials)
         self._timeout = timeout_seconds
         self._stub = AdminServiceStub(self._channel)
+        self._versions: dict[Role, int] = {}
+        """Versions of weights that were given to the replicas of a role. The coordinator learns of them later."""
 
     async def is_serving(self) -> bool:
         """True if the coordinator takes requests, by the standard health protocol, which needs no token."""
@@ -135,9 +137,10 @@ class AdminClient(CoordinatorClient):
             timeout_seconds: For each replica.
         """
         shots = await self._of_role(role, ())
-        known = [shot.model.weights for shot in shots if shot.model is not None]
-        version = 1 + max((weights.version for weights in known if weights is not None), default=0)
+        known = [shot.model.weights.version for shot in shots if shot.model and shot.model.weights]
+        version = 1 + max(*known, self._versions.get(Role(role), 0), 0)
         chosen = await self._of_role(role, replicas)
+        self._versions[Role(role)] = version
         return await _for_each(
             chosen,
             lambda client: client.load_weights(path, in_flight, version),

@@ -4,10 +4,12 @@ started with the weights that made it."""
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.clients.admin_client import AdminClient
-from tandem.clients.client import Client
+from tandem.clients.client import Client, serves
 from tandem.clients.weights_client import WeightsClient
+from tandem.engine.interface import VLLM_IS_FIXED
 from tandem.errors import (
     AbortedError,
     CapacityError,
@@ -36,7 +39,9 @@ from tandem_draft.service import DraftService
 from tandem_draft.settings import DraftSettings
 from tandem_target.service import TargetService
 from tandem_target.settings import TargetSettings
+from tests.commands import Commands, Ran
 from tests.end_to_end.models import random_model, save_model
+from tests.heads import save_medusa
 from tests.service.clients import complete, complete_all, until
 from tests.service.engines import TINY
 from tests.service.fakes import HANG_SECONDS, serving, settings_for
@@ -66,7 +71,7 @@ class Running:
 @asynccontextmanager
 async def running(
     kind: type[TargetService] | type[DraftService],
-    folder: Path,
+    folder: Path | None,
     root: Path | None,
     monkeypatch: Any,
     **options: Any,
@@ -269,6 +274,19 @@ async def test_only_an_admin_of_the_service_loads_weights(
             await admin.load_weights(str(root / "two"))
 
 
+async def test_a_load_may_follow_another_before_the_coordinator_knows_of_it(
+    root: Path, texts: dict[str, list[Sequence[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer's steps may be shorter than the time between two health checks."""
+    async with running(TargetService, root / "one", root, monkeypatch) as target, over(target) as (client, _):
+        async with AdminClient(client.address) as admin:
+            for version, name in enumerate(("two", "three", "two"), 2):
+                loaded = await admin.load_weights("target", name, services=Credentials(token=ADMIN))
+                assert loaded[target.address].version == version
+        done = await complete(client, MANY[0])
+    assert done.token_ids == texts["two"][0]
+
+
 async def test_of_two_loads_at_once_one_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(TargetService, root / "one", root, monkeypatch) as target, target.admin() as admin:
         found = await asyncio.gather(
@@ -323,3 +341,139 @@ async def test_a_service_that_slept_serves_the_same_texts(
             await admin.load_weights("two")  # which wakes it up
             await until(lambda: member.is_ready)
             assert (await complete(client, MANY[0])).token_ids == texts["two"][0]
+
+
+# ---- services whose weights stay
+
+
+FIXED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "hidden states",
+        {"eagle_aux_hidden_state_layer_ids": (1,)},
+        "it writes the hidden states of its present weights",
+    ),
+    ("head", {"speculative_method": "medusa"}, "it hosts the drafting head head, which reads the states"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "sentence"), FIXED)
+async def test_a_target_that_others_read_keeps_its_weights(
+    kind: str,
+    options: dict[str, Any],
+    sentence: str,
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = dict(options)
+    if kind == "head":
+        model = random_model(1, **TINY)
+        save_medusa(tmp_path / "head", model)
+        own["draft_model"] = tmp_path / "head"
+    else:
+        own["shared_storage_path"] = tmp_path / "states"
+    async with running(TargetService, root / "one", root, monkeypatch, **own) as target:
+        await keeps_its_weights(target, sentence)
+
+
+async def test_a_draft_without_a_model_has_no_weights(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ngram: dict[str, Any] = {"speculative_method": "ngram", "max_length": None, "dtype": "auto"}
+    async with running(DraftService, None, root, monkeypatch, **ngram) as draft:
+        await keeps_its_weights(draft, "this draft works without a model, so it has none")
+
+
+async def test_an_engine_that_reads_weights_at_its_start_alone_says_so(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the engine vllm answers, which sets the same reason."""
+    async with running(TargetService, root / "one", root, monkeypatch) as target:
+        target.service._models[0].fixed_because = VLLM_IS_FIXED
+        await keeps_its_weights(target, "the engine vllm reads weights at its start alone")
+
+
+async def keeps_its_weights(service: Running, sentence: str) -> None:
+    """Each verb is refused in one sentence, and the service serves on."""
+    async with service.admin() as admin:
+        for ask in (partial(admin.load_weights, "two"), admin.sleep, admin.wake_up):
+            with pytest.raises(InvalidRequestError) as refused:
+                await ask()
+            assert sentence in str(refused.value)
+            assert "\n" not in str(refused.value)
+        assert await serves(admin._channel, HANG_SECONDS)
+
+
+# ---- the commands
+
+
+@dataclass
+class Operator:
+    """Runs `tandem admin` against a coordinator, with an admin token of the services."""
+
+    coordinator: str
+    token_file: Path
+
+    async def run(self, *words: str, token: Path | None = None) -> Ran:
+        options = ("--address", self.coordinator, "--service-token-file", str(token or self.token_file))
+        return await asyncio.to_thread(Commands().run, "admin", *words, *options)
+
+
+async def test_the_commands_change_weights_and_say_in_their_exit_codes_how_it_went(
+    root: Path, texts: dict[str, list[Sequence[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    good = tmp_path / "token"
+    good.write_text(f"{ADMIN}\n")
+    wrong = tmp_path / "wrong"
+    wrong.write_text(f"{COORDINATOR}\n")
+    async with AsyncExitStack() as stack:
+        target = await stack.enter_async_context(running(TargetService, root / "one", root, monkeypatch))
+        client, service = await stack.enter_async_context(over(target, target_wait_seconds=0.2))
+        operator = Operator(client.address, good)
+        (member,) = service.replicas.targets.members.values()
+
+        loaded = await operator.run(
+            "weights", "load", "target", "--path", "two", "--replica", target.address, "-o", "json"
+        )
+        assert (loaded.code, loaded.err) == (0, "")
+        assert [each["version"] for each in json.loads(loaded.out).values()] == [2]
+        assert (await complete(client, MANY[0])).token_ids == texts["two"][0]
+
+        for path, words in (
+            ("deeper", "new weights must be of the same model"),
+            ("nan", "NaN or infinity"),
+            ("../outside", "which is not below --weights-root"),
+            ("nowhere", "nothing is there"),
+        ):
+            refused = await operator.run("weights", "load", "target", "--path", path)
+            assert (refused.code, refused.out) == (5, ""), refused
+            (line,) = refused.err.splitlines()
+            assert line.startswith("error: ")
+            assert words in line
+        denied = await operator.run("weights", "load", "target", "--path", "one", token=wrong)
+        assert denied.code == 5
+        assert "needs an admin token" in denied.err
+        unknown = await operator.run("weights", "load", "target", "--path", "one", "--replica", "127.0.0.1:1")
+        assert (unknown.code, unknown.out) == (5, "")
+        assert "127.0.0.1:1" in unknown.err
+        nobody = await operator.run("weights", "load", "draft", "--path", "one")
+        assert (nobody.code, nobody.out) == (5, "")
+        pathless = await operator.run("weights", "load", "target")
+        assert pathless.code == 2
+        assert (await complete(client, MANY[0])).token_ids == texts["two"][0]
+
+        slept = await operator.run("sleep", "target", "--level", "2")
+        assert (slept.code, slept.err) == (0, "")
+        await until(lambda: not member.is_ready)
+        deeper = await operator.run("sleep", "target", "--level", "1")
+        assert deeper.code == 5
+        assert "the service sleeps on level 2 already; wake it up" in deeper.err
+        nonsense = await operator.run("sleep", "target", "--level", "3")
+        assert nonsense.code == 5
+        assert "level is 3; it must be 1 or 2" in nonsense.err
+        woken = await operator.run("wake", "target")
+        assert (woken.code, woken.err) == (0, "")
+        await until(lambda: member.is_ready)
+        assert (await operator.run("wake", "target")).code == 0, "who is awake stays awake"
+        assert (await complete(client, MANY[0])).token_ids == texts["two"][0]
+    gone = await operator.run("weights", "load", "target", "--path", "one")
+    assert gone.code == 4

@@ -206,7 +206,9 @@ class ServiceQuery(Query):
         "service_token_file",
     )
 
-    replica: Annotated[list[str] | None, typer.Option("--replica", metavar="ADDRESS")] = None
+    repeatable: ClassVar[tuple[str, ...]] = ("replica",)
+
+    replica: Annotated[tuple[str, ...], typer.Option("--replica", metavar="ADDRESS")] = ()
     """Only this replica, as in the list; may be given several times."""
     service_token: str | None = None
     """Admin token of the services; better in the environment or in --service-token-file."""
@@ -257,7 +259,7 @@ async def load(
         lambda client: client.load_weights(
             role,
             path,
-            replicas=query.replica or (),
+            replicas=query.replica,
             in_flight=in_flight,
             services=query.services,
             timeout_seconds=query.patience,
@@ -277,7 +279,7 @@ async def sleep(
         lambda client: client.sleep(
             role,
             level,
-            replicas=query.replica or (),
+            replicas=query.replica,
             in_flight=in_flight,
             services=query.services,
             timeout_seconds=query.patience,
@@ -290,7 +292,7 @@ async def wake(role: Who, query: ServiceQuery) -> None:
     """End the sleep of targets or drafts."""
     await query.change(
         lambda client: client.wake_up(
-            role, replicas=query.replica or (), services=query.services, timeout_seconds=query.patience
+            role, replicas=query.replica, services=query.services, timeout_seconds=query.patience
         )
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from tandem.config.speculative import LoadRange
 from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.model.speculation_state import DecidingFigure, SpeculationState
-from tandem.model.types import AheadBudget, ModelInfo, SpeculationStats, StepProfile
+from tandem.model.types import AheadBudget, ModelInfo, SpeculationStats, StepProfile, Weights
 from tandem_coordinator import speculation_report as report
 from tandem_coordinator.controller import (
     ALONE,
@@ -316,3 +317,58 @@ def test_a_coordinator_without_a_draft_says_so_once_it_knows_a_target(
 ) -> None:
     state = report.of_coordinator(replicas, is_enabled=True, num_speculative_tokens=2, latest=None)
     assert state == report.off(reason)
+
+
+# ---- weights that change
+
+
+OTHER_KIND = request_kind("another draft", "residual", 1.0)
+
+
+def with_weights(seconds: float, fingerprint: str) -> ModelInfo:
+    return replace(model_of(seconds), weights=Weights(1, fingerprint))
+
+
+def informed() -> SpeculationController:
+    """A controller that has seen two drafts whose proposals were all rejected, and all weights."""
+    controller = SpeculationController()
+    for name, seconds in (("target", 0.01), ("draft", 0.001), ("another draft", 0.001)):
+        controller.introduce(name, with_weights(seconds, f"of {name}"), 0.0001)
+    for kind in (KIND, OTHER_KIND):
+        simulate(begun(controller, kind), 200, 0.1, 0)
+    return controller
+
+
+def kinds_decided(controller: SpeculationController) -> set[RequestKind]:
+    return {terms.kind for _, terms, _ in controller.decisions}
+
+
+def first_length(controller: SpeculationController, kind: RequestKind) -> int:
+    return begun(controller, kind).begin_round(1).tokens
+
+
+def test_new_weights_of_a_target_forget_what_was_accepted_of_every_draft() -> None:
+    controller = informed()
+    assert kinds_decided(controller) == {KIND, OTHER_KIND}
+    before = [first_length(controller, kind) for kind in (KIND, OTHER_KIND)]
+    controller.introduce("target", with_weights(0.01, "new ones"), 0.0001)
+    assert not controller.decisions
+    assert [first_length(controller, kind) for kind in (KIND, OTHER_KIND)] == [K, K] != before
+
+
+def test_new_weights_of_a_draft_forget_what_was_accepted_of_that_draft() -> None:
+    controller = informed()
+    before = first_length(controller, OTHER_KIND)
+    controller.introduce("draft", with_weights(0.001, "new ones"), 0.0001)
+    assert kinds_decided(controller) == {OTHER_KIND}
+    assert first_length(controller, KIND) == K
+    assert first_length(controller, OTHER_KIND) == before != K
+
+
+def test_weights_that_are_met_again_or_not_told_forget_nothing() -> None:
+    controller = informed()
+    decided = dict(controller.decisions)
+    controller.introduce("target", with_weights(0.01, "of target"), 0.0001)
+    controller.introduce("target", model_of(0.01), 0.0001)
+    controller.introduce("a second target", with_weights(0.01, "of another service"), 0.0001)
+    assert controller.decisions == decided

@@ -248,6 +248,15 @@ VALID: dict[str, tuple[Message, ...]] = {
     "Generate": (
         generation_pb2.GenerateRequest(text="def f(", max_tokens=3, temperature=0.5, seed=1, stop=["\n\n"]),
     ),
+    "GenerateBatch": tuple(
+        generation_pb2.GenerateBatchRequest(
+            index=index,
+            request=generation_pb2.GenerateRequest(
+                text="def f(", max_tokens=2, seed=index, sampled_logprobs=True
+            ),
+        )
+        for index in range(3)
+    ),
     "RenderChat": (
         generation_pb2.RenderChatRequest(
             messages=[generation_pb2.ChatMessage(role="user", content="What is it?")]

@@ -6,18 +6,20 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
 from tandem.config.rule import refuse
-from tandem.errors import InvalidRequestError
+from tandem.errors import InvalidRequestError, TandemError
+from tandem.model.types import BatchItem, BatchOutcome
 from tandem.rpc.credentials import AUTHORIZATION
 from tandem.serving.interceptors import (
     Context,
     Handler,
     behaviour_of,
+    ended_by,
     metadata_of,
     remade,
     traceparent_of,
@@ -26,9 +28,17 @@ from tandem.serving.interceptors import (
 from tandem.serving.protection import Tokens, caller_token
 from tandem.v1 import generation_pb2
 from tandem.v1.generation_pb2_grpc import GenerationServiceServicer
-from tandem.wire.generation import chat_from_proto, chat_prompt_to_proto, chunk_to_proto, request_from_proto
+from tandem.wire.generation import (
+    chat_from_proto,
+    chat_prompt_to_proto,
+    chunk_to_proto,
+    error_to_proto,
+    piece_to_proto,
+    request_from_proto,
+)
 from tandem_coordinator.http.chat import Chats
 from tandem_coordinator.requests.admission import LARGE_BYTES, peer_of_grpc
+from tandem_coordinator.requests.batch import Batch
 from tandem_coordinator.requests.plan import Models
 from tandem_coordinator.requests.runner import RequestRunner
 from tandem_coordinator.requests.validation import MAX_BAD_WORDS, too_long, too_many
@@ -49,6 +59,14 @@ _OTHER_BYTES = 4 << 10
 """Enough for all fields of fixed size, for a salt, and for the tags and lengths of the others."""
 
 
+class Caller(TypedDict):
+    """Who sends a request, as `RequestRunner.complete` takes it."""
+
+    traceparent: str
+    peer: str
+    token: str
+
+
 class GenerationServicer(GenerationServiceServicer):
     """Streams completions to clients. A large request arrives as its bytes."""
 
@@ -64,24 +82,60 @@ class GenerationServicer(GenerationServiceServicer):
         if isinstance(request, bytes):
             models, bounds = self._completions.models, self._completions.bounds
             request = await self._parse(generation_pb2.GenerateRequest, request, max_bytes(models, bounds))
-            # Before anything is built of them.
-            prompt_tokens = len(request.token_ids.token_ids)
-            is_shortened = request.HasField("truncate_prompt_tokens")
-            length = () if is_shortened else too_long(prompt_tokens, models.target.max_length)
-            refuse([*length, *too_many(request, bounds)])
+            self._check_counts(request)
         chunks = self._completions.complete(
-            request_from_proto(request),
-            context.time_remaining(),
-            traceparent=traceparent_of(context),
-            peer=peer_of_grpc(context.peer()),
-            token=caller_token(
-                metadata_of(context.invocation_metadata(), AUTHORIZATION), self._known_tokens()
-            ),
+            request_from_proto(request), context.time_remaining(), **self._caller(context)
         )
         # A call that is cancelled between two chunks must not leave its streams to the garbage collector.
         async with aclosing(chunks):
             async for chunk in chunks:
                 yield chunk_to_proto(chunk)
+
+    async def GenerateBatch(
+        self,
+        requests: AsyncIterator[generation_pb2.GenerateBatchRequest | bytes],
+        context: Context,
+    ) -> AsyncIterator[generation_pb2.GenerateBatchResponse]:
+        batch = Batch(self._completions, context.time_remaining(), **self._caller(context))
+        outcomes = batch.outcomes(self._items(requests, context))
+        async with aclosing(outcomes):
+            async for index, pieces, error in outcomes:
+                for piece in pieces:
+                    yield piece_to_proto(index, piece)
+                if error is not None:
+                    yield error_to_proto(index, ended_by(error))
+
+    async def _items(
+        self, requests: AsyncIterator[generation_pb2.GenerateBatchRequest | bytes], context: Context
+    ) -> AsyncIterator[BatchItem | BatchOutcome]:
+        """The requests of a batch; the outcome of one that cannot be read, so that the others go on."""
+        # The client writes its other requests once it knows that the call is not refused.
+        await context.send_initial_metadata(())
+        async for request in requests:
+            if isinstance(request, bytes):
+                # Within gRPC's bound of a message: to refuse a longer one here would end the others.
+                request = await self._parse(generation_pb2.GenerateBatchRequest, request, len(request))
+            try:
+                self._check_counts(request.request)
+                yield BatchItem(request.index, request_from_proto(request.request))
+            except TandemError as error:
+                yield BatchOutcome(request.index, (), error)
+
+    def _check_counts(self, request: generation_pb2.GenerateRequest) -> None:
+        """Refuse more of anything than a request may have, before anything is built of it."""
+        models, bounds = self._completions.models, self._completions.bounds
+        prompt_tokens = len(request.token_ids.token_ids)
+        is_shortened = request.HasField("truncate_prompt_tokens")
+        length = () if is_shortened else too_long(prompt_tokens, models.target.max_length)
+        refuse([*length, *too_many(request, bounds)])
+
+    def _caller(self, context: Context) -> Caller:
+        header = metadata_of(context.invocation_metadata(), AUTHORIZATION)
+        return Caller(
+            traceparent=traceparent_of(context),
+            peer=peer_of_grpc(context.peer()),
+            token=caller_token(header, self._known_tokens()),
+        )
 
     async def RenderChat(
         self, request: generation_pb2.RenderChatRequest | bytes, context: Context

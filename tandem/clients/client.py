@@ -5,16 +5,27 @@
             print(chunk.text, end="")
 
 Leaving the loop cancels the request on every service. `tandem.clients.sync_client` is the same without async.
+
+    async for result in client.generate_many(prompts, max_tokens=64, temperature=1.0):
+        print(result.index, result.completed or result.error)
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Self, TypedDict, Unpack
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeAlias, TypedDict, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -23,6 +34,7 @@ from tandem.errors import (
     CapacityError,
     DeadlineError,
     InvalidRequestError,
+    ProtocolError,
     ServiceUnavailableError,
     TandemError,
     plural,
@@ -39,11 +51,23 @@ from tandem.model.types import (
     TokenLogprobs,
     TruncationSide,
 )
-from tandem.rpc.channels import Deadline, errors_of, open_channel
+from tandem.rpc.channels import Deadline, errors_of, failure, open_channel
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem.v1 import generation_pb2
 from tandem.v1.generation_pb2_grpc import GenerationServiceStub
-from tandem.wire.generation import chat_prompt_from_proto, chat_to_proto, chunk_from_proto, request_to_proto
+from tandem.wire.generation import (
+    batch_item_to_proto,
+    chat_prompt_from_proto,
+    chat_to_proto,
+    chunk_from_proto,
+    request_to_proto,
+    result_from_proto,
+)
+from tandem.wire.status import Ending
+
+_BatchCall: TypeAlias = (
+    "grpc.aio.StreamStreamCall[generation_pb2.GenerateBatchRequest, generation_pb2.GenerateBatchResponse]"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +222,7 @@ class Options(TypedDict, total=False):
     truncate_prompt_tokens: int | None
     truncation_side: TruncationSide
     priority: int
+    sampled_logprobs: bool
     delivered_token_ids: tuple[int, ...]
 
 
@@ -227,6 +252,9 @@ class Completed:
     """For each token, when the request asked for them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """For each token of the prompt, when the request asked for them."""
+    raw_logprobs: tuple[float, ...] = ()
+    processed_logprobs: tuple[float, ...] = ()
+    """For each token, when the request asked for them; see `Chunk`."""
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -235,6 +263,17 @@ class Completed:
     @property
     def speculation(self) -> SpeculationStats:
         return self.summary.speculation
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """The end of one of many requests."""
+
+    index: int
+    """Its place among the prompts, from 0 on."""
+    completed: Completed | None
+    """None where it failed."""
+    error: TandemError | None = None
 
 
 def as_request(prompt: Prompt, options: Options) -> GenerationRequest:
@@ -268,8 +307,156 @@ def join_chunks(chunks: Sequence[Chunk]) -> Completed:
     whole = Chunk.join(chunks)
     assert whole.summary is not None
     return Completed(
-        whole.text, whole.token_ids, whole.drafted, whole.summary, whole.logprobs, whole.prompt_logprobs
+        whole.text,
+        whole.token_ids,
+        whole.drafted,
+        whole.summary,
+        whole.logprobs,
+        whole.prompt_logprobs,
+        whole.raw_logprobs,
+        whole.processed_logprobs,
     )
+
+
+@dataclass(slots=True)
+class _Unanswered:
+    """One of many requests, which has no result yet."""
+
+    message: generation_pb2.GenerateRequest
+    pieces: list[Chunk] = field(default_factory=list)
+    """Those of its completion that the present call has brought."""
+    tried: int = 0
+    """How often it has ended with an error that may pass."""
+
+
+class ManyRequests:
+    """The requests of `Client.generate_many`: which were sent, and which have no result yet."""
+
+    def __init__(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        options: Options,
+        retries: Retries,
+        service: str,
+    ) -> None:
+        if isinstance(prompts, str):
+            raise InvalidRequestError(
+                "prompts is a text; it must be a list of prompts, or an iterator of them"
+            )
+        self._prompts = aiter(prompts if isinstance(prompts, AsyncIterable) else _one_by_one(prompts))
+        self._options = options
+        self._retries = retries
+        self._service = service
+        self._unanswered: dict[int, _Unanswered] = {}
+        self._count = 0
+        self._next: asyncio.Task[Prompt] | None = None
+        """Waits for a prompt. It stays when a call breaks, so that none is lost."""
+        self._is_exhausted = False
+        self._failed: list[BatchResult] = []
+        """Results of those that cannot be sent."""
+        self._error: TandemError | None = None
+        """The last error of a request that is to be tried again."""
+
+    def has_more(self) -> bool:
+        """True while a request has no result, or a prompt may follow."""
+        return bool(self._unanswered) or not self._is_exhausted
+
+    async def send(self, call: _BatchCall) -> None:
+        """Write all requests to a call: those that an earlier one has not answered, and then further prompts."""
+        try:
+            for index in sorted(self._unanswered):
+                await self._write(call, index)
+            while not self._is_exhausted:
+                if (prompt := await self._take()) is not None and self._add(prompt):
+                    await self._write(call, self._count - 1)
+            await call.done_writing()
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            pass  # the call has ended, and its reader learns why
+        except Exception:
+            call.cancel()
+            raise
+
+    def receive(self, response: generation_pb2.GenerateBatchResponse) -> list[BatchResult]:
+        """The results that a response completes."""
+        results = self.take_failed()
+        asked = self._unanswered.get(response.index)
+        if asked is None:
+            raise ProtocolError(
+                f"{self._service}: it sent a result of request {response.index}, which it does not have"
+            )
+        found = result_from_proto(response)
+        if isinstance(found, Ending):
+            return results + self._fail(response.index, asked, failure(self._service, found))
+        asked.pieces.append(found)
+        if found.summary is not None:
+            del self._unanswered[response.index]
+            results.append(BatchResult(response.index, join_chunks(asked.pieces)))
+        return results
+
+    def take_failed(self) -> list[BatchResult]:
+        failed = self._failed
+        self._failed = []
+        return failed
+
+    def begin_again(self) -> None:
+        """Forget what the last call has brought of requests that it has not answered."""
+        self._error = None
+        for asked in self._unanswered.values():
+            asked.pieces.clear()
+
+    def why_unanswered(self) -> TandemError:
+        """Why requests have no result although the call has ended well."""
+        return self._error or ServiceUnavailableError(
+            f"{self._service}: it ended the call and left requests without a result"
+        )
+
+    def close(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+
+    def _fail(self, index: int, asked: _Unanswered, error: TandemError) -> list[BatchResult]:
+        asked.tried += 1
+        if self._retries.wait_seconds(error, asked.tried, 0.0) is not None:
+            asked.pieces.clear()
+            self._error = error
+            return []
+        del self._unanswered[index]
+        return [BatchResult(index, None, error)]
+
+    async def _take(self) -> Prompt | None:
+        """The next prompt; None at their end."""
+        if self._next is None:
+            self._next = asyncio.ensure_future(anext(self._prompts))
+        try:
+            prompt = await asyncio.shield(self._next)
+        except StopAsyncIteration:
+            self._is_exhausted = True
+            return None
+        self._next = None
+        return prompt
+
+    def _add(self, prompt: Prompt) -> bool:
+        """Number a request. False for one that cannot be sent."""
+        index = self._count
+        self._count += 1
+        try:
+            message = as_message(as_request(prompt, self._options))
+        except InvalidRequestError as error:
+            self._failed.append(BatchResult(index, None, error))
+            return False
+        self._unanswered[index] = _Unanswered(message)
+        return True
+
+    async def _write(self, call: _BatchCall, index: int) -> None:
+        await call.write(batch_item_to_proto(index, self._unanswered[index].message))
+        # Of a call that is refused while it is written to, gRPC loses the status. So nothing follows the first request
+        # until the coordinator has taken the call, or refused it.
+        await call.initial_metadata()
+
+
+async def _one_by_one(prompts: Iterable[Prompt]) -> AsyncIterator[Prompt]:
+    for prompt in prompts:
+        yield prompt
 
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -349,6 +536,80 @@ class Client(CoordinatorClient):
         return join_chunks(
             [chunk async for chunk in self.generate(prompt, timeout_seconds=timeout_seconds, **options)]
         )
+
+    async def generate_many(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        *,
+        timeout_seconds: float | None = None,
+        **options: Unpack[Options],
+    ) -> AsyncGenerator[BatchResult]:
+        """Complete many prompts, and yield the result of each as it ends.
+
+        Prompts are taken from the iterator as far as the coordinator has room for them, and it makes no further ones
+        than are read here. A request that fails ends no other: its result has the error. When the connection breaks,
+        the requests without a result are sent again.
+
+        Args:
+            prompts: As that of `generate`, thousands of them.
+            timeout_seconds: For all of them together.
+            options: Fields of `GenerationRequest`, for all of them.
+
+        Raises:
+            TandemError: the coordinator refused the call or cannot be reached; the error's class says which.
+        """
+        deadline = Deadline(timeout_seconds)
+        many = ManyRequests(prompts, options, self._retries, f"coordinator {self.address}")
+        tried = 0
+        try:
+            while many.has_more():
+                error: TandemError
+                try:
+                    async with aclosing(self._try_many(many, deadline.remaining_seconds)) as results:
+                        async for result in results:
+                            tried = 0
+                            yield result
+                    error = many.why_unanswered()
+                except DeadlineError as late:
+                    if timeout_seconds is not None:
+                        raise
+                    # It was not read for long
+                    error = ServiceUnavailableError(str(late))
+                except TandemError as failed:
+                    error = failed
+                if not many.has_more():
+                    return
+                tried += 1
+                wait_seconds = self._retries.wait_seconds(error, tried, random.random())
+                if wait_seconds is None or deadline.at_most(wait_seconds) < wait_seconds:
+                    raise error
+                await asyncio.sleep(wait_seconds)
+        finally:
+            many.close()
+
+    async def _try_many(
+        self, many: ManyRequests, timeout_seconds: float | None
+    ) -> AsyncGenerator[BatchResult]:
+        many.begin_again()
+        call = self._stub.GenerateBatch(timeout=timeout_seconds)
+        sending = asyncio.create_task(many.send(call))
+        try:
+            with coordinator_errors(self.address):
+                async for response in call:
+                    for result in many.receive(response):
+                        yield result
+            await sending
+        except asyncio.CancelledError:
+            # The call is cancelled where the prompts themselves failed
+            if sending.done() and not sending.cancelled() and (error := sending.exception()) is not None:
+                raise error from None
+            raise
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+            call.cancel()
+        for result in many.take_failed():
+            yield result
 
     async def chat_prompt(
         self, messages: Sequence[ChatMessage], *, timeout_seconds: float | None = None

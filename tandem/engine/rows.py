@@ -7,8 +7,9 @@ there, computes without waiting, and reads the result on the host.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, islice, pairwise
-from math import isfinite
+from math import inf, isfinite, log
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -274,6 +275,8 @@ class RowsOfKind:
 
     drawn: int | None = None
     """Which of the launched tensors has the token of each row; None where rows have no token."""
+    argmaxes: int | None = None
+    """Which of them has the argmax of each row; None where rows have no statistics."""
 
     def __init__(self, requests: Sequence[RowRequest]) -> None:
         self._requests = requests
@@ -290,6 +293,10 @@ class RowsOfKind:
     def rows(self, found: Sequence[HostArray]) -> list[Rows]:
         # NaN is the highest wherever it is.
         return self._by_request([DenseRow(row) if isfinite(row.max()) else None for row in found[0]])
+
+    def drawn_probs(self, found: Sequence[HostArray]) -> list[float]:
+        """The probability of each row's token, if that is all that the row says and a request wants it; else ones."""
+        return [1.0] * sum(request.step.row_count for request in self._requests)
 
     def _by_request(self, rows: Sequence[TargetRow | None]) -> list[Rows]:
         given = iter(rows)
@@ -317,14 +324,22 @@ class DrawnTokens(GreedyTokens):
     def __init__(self, requests: Sequence[RowRequest]) -> None:
         super().__init__(requests)
         self._sampling = sampling_of_rows(requests)
+        self._scores = any(request.options.sampled_logprobs for request in requests)
 
     def inputs(self, device: torch.device) -> list[IntArray | FloatArray]:
         return [keys_of_rows(self._requests), *parameters_for(self._sampling, device)]
 
     def launch(self, logits: Tensor, inputs: Sequence[Tensor], sampler: Sampler) -> list[Tensor]:
+        """The tokens, and their probabilities where a request wants those."""
         keys, *columns = inputs
         probs = sampler.probabilities(logits, self._sampling, *columns)
-        return [sampler.sample_tokens(probs, keys)]
+        tokens = sampler.sample_tokens(probs, keys)
+        if not self._scores:
+            return [tokens]
+        return [tokens, probs.gather(1, tokens[:, None].clamp(min=0))[:, 0]]
+
+    def drawn_probs(self, found: Sequence[HostArray]) -> list[float]:
+        return cast("list[float]", found[1].tolist())
 
 
 class SupportRows(RowsOfKind):
@@ -340,6 +355,8 @@ class SupportRows(RowsOfKind):
         self._wants_statistics = [
             request.step.with_statistics for request in requests for _ in range(request.step.row_count)
         ]
+        if any(self._wants_statistics):
+            self.argmaxes = 7
 
     def inputs(self, device: torch.device) -> list[IntArray | FloatArray]:
         rows = np.repeat(np.arange(len(self._supports)), self._sizes)
@@ -468,6 +485,88 @@ class RowLogprobsOf:
         return [tuple(by_row[row] for row in range(*bounds) if row in by_row) for bounds in pairwise(starts)]
 
 
+class SampledLogprobsOf:
+    """Raw and processed log probabilities beside the rows of those requests of a kind that want them."""
+
+    def __init__(self, kind: RowsOfKind, requests: Sequence[RowRequest], starts: Sequence[int]) -> None:
+        """`starts` are the requests' first rows in the logits of all kinds."""
+        self._kind = kind
+        self._requests = requests
+        self._rows: list[int] = []
+        """The wanted rows of the kind."""
+        self._sources: list[int] = []
+        """The same rows in the logits of all kinds."""
+        self._supports: list[IntArray] = []
+        row = 0
+        for request, start in zip(requests, starts, strict=True):
+            count = request.step.row_count
+            if request.options.sampled_logprobs and kind.drawn is not None:
+                self._rows += range(row, row + count)
+                self._sources += range(start, start + count)
+                self._supports += request.supports
+            row += count
+
+    def copy(self, logits: Tensor) -> Tensor | None:
+        """The model's own logits of the wanted rows, before anything changes them; None where none is wanted."""
+        if not self._rows:
+            return None
+        (sources,) = to_device([np.array(self._sources, dtype=np.int64)], logits.device)
+        return logits[sources].double()
+
+    def launch(self, raw: Tensor | None, launched: Sequence[Tensor]) -> list[Tensor]:
+        """Computes on the device what the host reads: log probabilities by the model alone, of each row's support, of
+        its token and of its argmax. `launched` is of the kind."""
+        if raw is None or self._kind.drawn is None:
+            return []
+        ids = np.zeros((len(self._rows), max(map(len, self._supports))), dtype=np.int64)
+        for own, support in zip(ids, self._supports, strict=True):
+            own[: len(support)] = support
+        rows, supports = to_device([np.array(self._rows, dtype=np.int64), ids], raw.device)
+        tokens = launched[self._kind.drawn]
+        argmaxes = tokens if self._kind.argmaxes is None else launched[self._kind.argmaxes]
+        last = torch.stack([tokens[rows], argmaxes[rows]], dim=1).clamp(min=0)
+        own_ids = torch.cat([supports, last], dim=1)
+        return [raw.gather(1, own_ids) - raw.logsumexp(dim=-1, keepdim=True)]
+
+    def add_to(
+        self,
+        answers: Sequence[Verification | None],
+        launched: Sequence[HostArray],
+        found: Sequence[HostArray],
+    ) -> None:
+        """Writes them beside the rows of the requests' answers. `launched` is of the kind, `found` of `launch`."""
+        if not found:
+            return
+        raw = iter(found[0].tolist())
+        drawn = iter(self._kind.drawn_probs(launched))
+        for request, answer in zip(self._requests, answers, strict=True):
+            probs = list(islice(drawn, request.step.row_count))
+            if not request.options.sampled_logprobs:
+                continue
+            by_model = list(islice(raw, request.step.row_count))
+            if answer is None:
+                continue
+            others = answer.logprobs or (RowLogprobs((), (), ()),) * len(answer.rows)
+            answer.logprobs = tuple(map(_with_sampled, others, answer.rows, by_model, probs))
+
+
+def _with_sampled(
+    other: RowLogprobs, row: TargetRow, by_model: Sequence[float], drawn_prob: float
+) -> RowLogprobs:
+    """A row's log probabilities with the raw and the processed ones of its own tokens."""
+    *_, of_token, of_argmax = by_model
+    raw = [of_token]
+    probs = [drawn_prob]
+    if isinstance(row, SupportRow):
+        raw = [*by_model[: len(row.token_ids)], of_token]
+        probs = [*row.probs.tolist(), row.outside_prob or 0.0]
+        if row.statistics is not None:
+            raw.append(of_argmax)
+            probs.append(row.statistics.max_prob)
+    processed = tuple(log(prob) if prob > 0.0 else -inf for prob in probs)
+    return replace(other, raw_logprobs=tuple(raw), processed_logprobs=processed)
+
+
 def verifications(
     requests: Sequence[RowRequest],
     logits: Tensor,
@@ -524,8 +623,13 @@ class _Chunk:
         self._groups = list(groups.values())
         self._kinds = [make([requests[i] for i in indices]) for make, indices in groups.items()]
         self._beside = [RowLogprobsOf([requests[i] for i in indices]) for indices in self._groups]
-        self._counts: list[tuple[int, int]] = []
-        """How many tensors each kind has launched, without and for log probabilities."""
+        starts = list(accumulate((request.step.row_count for request in requests), initial=0))
+        self._sampled = [
+            SampledLogprobsOf(kind, [requests[i] for i in indices], [starts[i] for i in indices])
+            for kind, indices in zip(self._kinds, self._groups, strict=True)
+        ]
+        self._counts: list[tuple[int, int, int]] = []
+        """How many tensors each kind has launched: for rows, for log probabilities, and for sampled ones."""
 
     def inputs(self) -> list[IntArray | FloatArray]:
         """Numbers that are needed on the device of the logits."""
@@ -535,6 +639,7 @@ class _Chunk:
     def launch(self, given: Iterator[Tensor], sampler: Sampler) -> list[Tensor]:
         """Computes on the device, without waiting for it, what the host reads."""
         logits = self._logits
+        raw = [each.copy(logits) for each in self._sampled]
         # Grammars come first: no adjustment and no penalty makes -inf anything else
         masks = _masks_of_rows(self._requests)
         if masks is not None:
@@ -553,21 +658,30 @@ class _Chunk:
             each.launch(block, tensors[kind.drawn]) if kind.drawn is not None else []
             for each, kind, block, tensors in zip(self._beside, self._kinds, blocks, launched, strict=True)
         ]
-        self._counts = [(len(own), len(beside)) for own, beside in zip(launched, scored, strict=True)]
-        return [tensor for tensors in (*launched, *scored) for tensor in tensors]
+        by_model = [
+            each.launch(own, tensors) for each, own, tensors in zip(self._sampled, raw, launched, strict=True)
+        ]
+        of_kinds = zip(launched, scored, by_model, strict=True)
+        self._counts = [(len(own), len(beside), len(sampled)) for own, beside, sampled in of_kinds]
+        return [tensor for tensors in (*launched, *scored, *by_model) for tensor in tensors]
 
     def read(self, found: Iterator[HostArray]) -> list[Verification | None]:
         """The rows of each request."""
         requests = self._requests
         answers: list[Verification | None] = [None] * len(requests)
-        for kind, indices, (count, _) in zip(self._kinds, self._groups, self._counts, strict=True):
-            for i, rows in zip(indices, kind.rows(list(islice(found, count))), strict=True):
+        of_rows = [list(islice(found, count)) for count, _, _ in self._counts]
+        for kind, indices, own in zip(self._kinds, self._groups, of_rows, strict=True):
+            for i, rows in zip(indices, kind.rows(own), strict=True):
                 answers[i] = None if rows is None else Verification(requests[i].base_length, rows)
-        for each, indices, (_, count) in zip(self._beside, self._groups, self._counts, strict=True):
+        for each, indices, (_, count, _) in zip(self._beside, self._groups, self._counts, strict=True):
             logprobs = each.rows(list(islice(found, count)))
-            for i, own in zip(indices, logprobs, strict=True):
+            for i, beside in zip(indices, logprobs, strict=True):
                 if (answer := answers[i]) is not None:
-                    answer.logprobs = own
+                    answer.logprobs = beside
+        for sampled, indices, own, (_, _, count) in zip(
+            self._sampled, self._groups, of_rows, self._counts, strict=True
+        ):
+            sampled.add_to([answers[i] for i in indices], own, list(islice(found, count)))
         return answers
 
 

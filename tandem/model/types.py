@@ -297,6 +297,16 @@ class DenseRow:
 TargetRow = TokenRow | SupportRow | DenseRow
 
 
+def own_token_ids(row: TargetRow) -> tuple[int, ...]:
+    """The tokens that a row names: its token; or its support, then its token outside (-1 where there is none), and then
+    its argmax where it has statistics."""
+    if isinstance(row, TokenRow):
+        return (row.token_id,)
+    assert isinstance(row, SupportRow), "a dense row names no tokens"
+    own = (*row.token_ids.tolist(), row.outside_token_id)
+    return own if row.statistics is None else (*own, row.statistics.argmax_token_id)
+
+
 @dataclass(slots=True)
 class RowLogprobs:
     """Natural logarithms of a row's probabilities, before temperature and truncation."""
@@ -306,6 +316,11 @@ class RowLogprobs:
     top_logprobs: tuple[float, ...]
     token_logprobs: tuple[float, ...]
     """Of the token of a token row; of a support row's ids, and then of its token outside."""
+    raw_logprobs: tuple[float, ...] = ()
+    """Of the same tokens, and then of the row's argmax where it has statistics, by the model alone: before a request's
+    adjustments, grammar and penalties as well. Empty where the sequence does not want them, and so are the next."""
+    processed_logprobs: tuple[float, ...] = ()
+    """The same by the distribution that the row describes."""
 
 
 class GoesOn(NamedTuple):
@@ -523,6 +538,9 @@ class TargetOptions(SequenceOptions):
     logprobs: int | None = None
     """Number of most probable tokens whose log probabilities come with each row, beside those of its own tokens; None:
     no log probabilities. Dense rows have none beside them."""
+    sampled_logprobs: bool = False
+    """True if each row comes with the `raw_logprobs` and `processed_logprobs` of its own tokens. Dense rows have none
+    beside them."""
     weights_fingerprint: str = ""
     """Of the weights that must compute the sequence; empty for any."""
 
@@ -806,6 +824,8 @@ class GenerationRequest:
     """The end of the prompt at which tokens are left out."""
     priority: int = 0
     """Of the requests that wait for a place, those with a lower value go first, as in vLLM."""
+    sampled_logprobs: bool = False
+    """Return `raw_logprobs` and `processed_logprobs` of each token, as vLLM names them. Not with rows of kind dense."""
 
 
 class FinishReason(Enum):
@@ -939,6 +959,11 @@ class Chunk:
     target_probs: tuple[float, ...] = ()
     """For each token, when the request asked for them: its probability by either model, after temperature and
     truncation. NaN where it is not known."""
+    raw_logprobs: tuple[float, ...] = ()
+    """For each token, when the request asked for them: natural logarithm of its probability by the target's model
+    alone, before biases, grammar, penalties, temperature and truncation."""
+    processed_logprobs: tuple[float, ...] = ()
+    """The same by the distribution that all these make of it, from which every lossless rule draws."""
     prompt_token_ids: tuple[int, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """On the first chunks, when the request asked for them: tokens of the prompt, and their log probabilities."""
@@ -953,6 +978,8 @@ class Chunk:
             "logprobs",
             "draft_probs",
             "target_probs",
+            "raw_logprobs",
+            "processed_logprobs",
             "prompt_token_ids",
             "prompt_logprobs",
         )
@@ -966,3 +993,20 @@ class Chunk:
             drafted_ahead=any(chunk.drafted_ahead for chunk in chunks),
             **together,
         )
+
+
+class BatchItem(NamedTuple):
+    """One request of a batch."""
+
+    index: int
+    """Names it in its result."""
+    request: GenerationRequest
+
+
+class BatchOutcome(NamedTuple):
+    """The end of one request of a batch."""
+
+    index: int
+    pieces: tuple[Chunk, ...]
+    """The whole completion, the last piece with its summary; empty where it failed."""
+    error: Exception | None = None

@@ -11,6 +11,7 @@ from tandem.model.types import (
     Grammar,
     Proposal,
     ProposeStep,
+    RowLogprobs,
     SequenceOptions,
     TargetOptions,
     TargetRow,
@@ -38,7 +39,7 @@ def size_of(part: object) -> int:
             size += 12 * len(part.token_ids) + 8 * sum([len(each.token_ids) for each in part.distributions])
         case Verification():
             size += sum(map(_size_of_row, part.rows))
-            size += sum(12 * len(row.top_token_ids) + 8 * len(row.token_logprobs) for row in part.logprobs)
+            size += sum(map(_size_of_logprobs, part.logprobs))
         case SequenceOptions():
             size += _size_of_open(part)
     return size
@@ -55,6 +56,11 @@ def _size_of_open(options: SequenceOptions) -> int:
         size += 4 * len(adjustments.allowed_token_ids)
         size += 4 * sum(2 + len(sequence) for sequence in adjustments.forbidden_sequences)
     return size
+
+
+def _size_of_logprobs(row: RowLogprobs) -> int:
+    own = len(row.token_logprobs) + len(row.raw_logprobs) + len(row.processed_logprobs)
+    return 12 * len(row.top_token_ids) + 8 * own
 
 
 def _size_of_row(row: TargetRow) -> int:

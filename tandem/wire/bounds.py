@@ -53,6 +53,8 @@ _LIMITS = {
     "logprobs.top_token_ids": MAX_SUPPORT_VALUES,
     "logprobs.top_logprobs": MAX_SUPPORT_VALUES,
     "logprobs.token_logprobs": MAX_SUPPORT_VALUES,
+    "logprobs.raw_logprobs": MAX_SUPPORT_VALUES,
+    "logprobs.processed_logprobs": MAX_SUPPORT_VALUES,
 }
 """By the end of the way to a field."""
 WALKED_BYTES = 1 << 20

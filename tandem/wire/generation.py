@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem.errors import InvalidRequestError
+from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.model.speculation_state import DecidingFigure, SpeculationState
 from tandem.model.types import (
     AheadStats,
@@ -22,6 +22,7 @@ from tandem.model.types import (
 from tandem.v1 import generation_pb2, types_pb2
 from tandem.wire.common import GRAMMAR, ROW_KIND, SAMPLING, WEIGHTS
 from tandem.wire.converter import Codec, Converter, enum_codec
+from tandem.wire.status import Ending, read_ending, write_ending
 
 SPECULATION: Converter[SpeculationStats, generation_pb2.SpeculationFigures] = Converter(
     SpeculationStats,
@@ -120,3 +121,33 @@ _CHUNK: Converter[Chunk, generation_pb2.GenerateResponse] = Converter(
 )
 chunk_to_proto = _CHUNK.to_proto
 chunk_from_proto = _CHUNK.from_proto
+
+
+def batch_item_to_proto(
+    index: int, request: generation_pb2.GenerateRequest
+) -> generation_pb2.GenerateBatchRequest:
+    """A request of a batch as a message."""
+    return generation_pb2.GenerateBatchRequest(index=index, request=request)
+
+
+def piece_to_proto(index: int, piece: Chunk) -> generation_pb2.GenerateBatchResponse:
+    """A piece of the completion of a request of a batch as a message."""
+    return generation_pb2.GenerateBatchResponse(index=index, piece=chunk_to_proto(piece))
+
+
+def error_to_proto(index: int, ending: Ending) -> generation_pb2.GenerateBatchResponse:
+    """The error of a request of a batch as a message."""
+    message = generation_pb2.GenerateBatchResponse(index=index)
+    write_ending(message.error, ending)
+    return message
+
+
+def result_from_proto(message: generation_pb2.GenerateBatchResponse) -> Chunk | Ending:
+    """The piece of a completion in a result, or its error."""
+    match message.WhichOneof("result"):
+        case "piece":
+            return chunk_from_proto(message.piece)
+        case "error":
+            return read_ending(message.error)
+        case _:
+            raise ProtocolError("a result has neither piece nor error; it must hold one of them")

@@ -132,6 +132,7 @@ def _write_open(message: target_pb2.VerifyOpen, options: TargetOptions) -> None:
     message.draft_top_k = options.draft_top_k
     if options.logprobs is not None:
         message.logprob_count = options.logprobs
+    message.with_sampled_logprobs = options.sampled_logprobs
     message.weights_fingerprint = options.weights_fingerprint
     if options.acceptance is not None:
         _write_rule(message.acceptance_rule, options.acceptance)
@@ -175,6 +176,7 @@ def _read_open(message: target_pb2.VerifyOpen) -> TargetOptions:
         acceptance=_read_rule(message.acceptance_rule) if message.HasField("acceptance_rule") else None,
         draft_top_k=message.draft_top_k,
         logprobs=_read_logprob_count(message),
+        sampled_logprobs=message.with_sampled_logprobs,
         weights_fingerprint=message.weights_fingerprint,
     )
 
@@ -363,7 +365,11 @@ def _write_verification(message: target_pb2.Verification, answer: Verification) 
         message.cache.preemption_count = answer.cache.preemptions
     for row in answer.logprobs:
         message.logprobs.add(
-            top_token_ids=row.top_token_ids, top_logprobs=row.top_logprobs, token_logprobs=row.token_logprobs
+            top_token_ids=row.top_token_ids,
+            top_logprobs=row.top_logprobs,
+            token_logprobs=row.token_logprobs,
+            raw_logprobs=row.raw_logprobs,
+            processed_logprobs=row.processed_logprobs,
         )
 
 
@@ -475,7 +481,11 @@ def _read_cache(message: target_pb2.CacheCounts) -> CacheCounts:
 
 def _read_logprobs(message: target_pb2.RowLogprobs) -> RowLogprobs:
     return RowLogprobs(
-        tuple(message.top_token_ids[:]), tuple(message.top_logprobs[:]), tuple(message.token_logprobs[:])
+        tuple(message.top_token_ids[:]),
+        tuple(message.top_logprobs[:]),
+        tuple(message.token_logprobs[:]),
+        tuple(message.raw_logprobs[:]),
+        tuple(message.processed_logprobs[:]),
     )
 
 

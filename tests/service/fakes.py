@@ -191,6 +191,11 @@ class GenerateOnly(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.RenderChatResponse:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this servicer renders no chats")
 
+    def GenerateBatch(  # noqa: N802
+        self, requests: AsyncIterator[generation_pb2.GenerateBatchRequest], context: Context
+    ) -> AsyncIterator[generation_pb2.GenerateBatchResponse]:
+        raise NotImplementedError
+
 
 def paced(step_seconds: float) -> FakeTarget:
     """A counting target whose steps take so long."""

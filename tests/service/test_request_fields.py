@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import InvalidRequestError
-from tandem.model.types import GenerationRequest, RowKind, TruncationSide
+from tandem.model.types import GenerationRequest, Grammar, GrammarKind, RowKind, TruncationSide
 from tandem_draft.proposers.ngram import ngram_proposer
 from tests.end_to_end.models import load_reference
 from tests.service.clients import complete, complete_all, until
@@ -117,6 +118,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt_logprobs": 21}, "prompt_logprobs is 21; it must be between 0 and 20"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0; it must be -1, or from 1 to 63"),
     ({"truncate_prompt_tokens": 64}, "truncate_prompt_tokens is 64; it must be -1, or from 1 to 63"),
+    (
+        {"sampled_logprobs": True, "row_kind": RowKind.DENSE},
+        "sampled_logprobs is true and row_kind is dense; row_kind must be left out, or token or support",
+    ),
 ]
 
 
@@ -180,6 +185,91 @@ async def test_log_probabilities_are_those_of_dense_rows_and_cost_no_lead(
             assert len(at.top_token_ids) == min(request.logprobs or 0, len(request.allowed_token_ids) or 20)
     if kind == "alone":
         assert all(each.speculation.lead.rounds == 11 for each in found)
+
+
+@pytest.mark.parametrize("kind", ["draft", "ahead", "alone"])
+async def test_sampled_log_probabilities_are_those_of_the_model_and_of_what_was_drawn_from(
+    kind: str, tmp_path: Path, other_model: LoadedModel
+) -> None:
+    """The reference computes them by transformers, in one pass over each finished text."""
+    model = tiny_model(tmp_path)
+    options: dict[str, Any] = {"speculation_policy": "fixed", "target_lead": 4}
+    if kind == "ahead":
+        options["draft_ahead"] = 4
+    prompt = tuple(TOKENIZER.encode("def f(").ids)
+    greedy = replace(GREEDY, prompt=prompt)
+    base = [greedy] + [
+        replace(greedy, temperature=temperature, seed=3, rejection_sampling_strategy=rule, top_k=top_k)
+        for rule, temperature, top_k in (("strict", 0.7, 20), ("residual", 1.5, 0), ("block", 0.7, 20))
+    ]
+    changes: list[dict[str, Any]] = [
+        {},
+        {"logprobs": 2},
+        {"logit_bias": {301: 4.0}, "allowed_token_ids": (300, 301, 302), "logprobs": 0},
+        {"grammar": Grammar(GrammarKind.REGEX, "[0-9]{6}"), "ignore_eos": False},
+    ]
+    silent = [replace(each, **change) for each in base for change in changes]
+    requests = [replace(each, sampled_logprobs=True) for each in silent]
+    drafting = None if kind == "alone" else other_model
+    async with pair(model, drafting, **options) as (client, _):
+        found = await complete_all(client.address, requests, 4)
+        others = await complete_all(client.address, silent, 4)
+    reference = load_reference(tmp_path)
+    for request, each, without in zip(requests, found, others, strict=True):
+        assert each.token_ids == without.token_ids, "they change no text"
+        assert without.raw_logprobs == ()
+        count = len(each.token_ids)
+        assert len(each.raw_logprobs) == len(each.processed_logprobs) == count
+        logits = plain_logits(reference, (*request.prompt, *each.token_ids)).double()
+        logits = logits[len(request.prompt) - 1 :][:count]
+        rows = zip(logits, each.token_ids, each.raw_logprobs, each.processed_logprobs, strict=True)
+        for row, token_id, raw, processed in rows:
+            assert raw == pytest.approx(float(row.log_softmax(dim=-1)[token_id]), abs=1e-4)
+            if request.grammar is not None:
+                assert processed > raw, "most tokens are forbidden"
+            else:
+                assert processed == pytest.approx(drawn_logprob(row, request, token_id), abs=1e-4)
+    if kind != "alone":
+        assert sum(each.speculation.accepted for each in found) > 0
+    else:
+        assert sum(each.speculation.lead.rounds for each in found) == sum(
+            each.speculation.lead.rounds for each in others
+        )
+
+
+def drawn_logprob(row: Tensor, request: GenerationRequest, token_id: int) -> float:
+    """The log probability under the request's bias, allowed tokens, temperature and top-k, by their definitions."""
+    if request.temperature == 0.0:
+        return 0.0
+    row = row.clone()
+    for biased, bias in request.logit_bias.items():
+        row[biased] += bias
+    if request.allowed_token_ids:
+        others = [each for each in range(len(row)) if each not in request.allowed_token_ids]
+        row[others] = -math.inf
+    if request.top_k:
+        row[row < row.topk(request.top_k).values[-1]] = -math.inf
+    assert request.temperature is not None
+    return float((row / request.temperature).log_softmax(dim=-1)[token_id])
+
+
+async def test_a_rule_that_replaces_tokens_by_the_argmax_says_how_probable_it_was(
+    model: LoadedModel, other_model: LoadedModel
+) -> None:
+    """The argmax may be none of the row's own tokens otherwise."""
+    request = replace(
+        GREEDY,
+        temperature=1.0,
+        seed=1,
+        rejection_sampling_strategy="logit-comparison",
+        sampled_logprobs=True,
+        max_tokens=24,
+    )
+    options: dict[str, Any] = {"allowed_rejection_sampling_strategies": "logit-comparison"}
+    async with pair(model, other_model, speculation_policy="fixed", **options) as (client, _):
+        found = await client.complete(request)
+    assert found.speculation.accepted < found.speculation.drafted
+    assert all(math.isfinite(each) for each in (*found.raw_logprobs, *found.processed_logprobs))
 
 
 # ---- what is told of the prompt

@@ -50,6 +50,11 @@ async def generate(address: str) -> object:
         return await client.complete("def f(", max_tokens=1)
 
 
+async def generate_many(address: str) -> object:
+    async with Client(address) as client:
+        return [each async for each in client.generate_many(["def f("], max_tokens=1)]
+
+
 async def render(address: str) -> object:
     async with Client(address) as client:
         return await client.chat_prompt(CHAT)
@@ -110,6 +115,7 @@ async def map_vocabulary(address: str) -> object:
 CALLS: list[tuple[str, Callable[[str], Awaitable[object]]]] = [
     ("tandem.v1.GenerationService/Generate", generate),
     ("tandem.v1.GenerationService/RenderChat", render),
+    ("tandem.v1.GenerationService/GenerateBatch", generate_many),
     ("grpc.health.v1.Health/Check", wait),
     ("tandem.v1.GenerationService/Generate", generate_in_thread),
     ("tandem.v1.GenerationService/RenderChat", render_in_thread),

@@ -36,10 +36,12 @@ from tandem.model.types import (
     SparseDistribution,
     StepCost,
     SupportRow,
+    TargetOptions,
     TargetRow,
     TokenRow,
     Verification,
     VerifyStep,
+    own_token_ids,
 )
 from tandem.model_sources.bundled import demo_pair
 from tandem.serving.interceptors import RunningCalls
@@ -118,8 +120,8 @@ class FakeTarget(Fake, TargetServicer):
             async for step in sequence.steps():
                 self.apply(tokens, step.delta)
                 answer = await self.verified(tokens, step)
-                if sequence.options.logprobs is not None and step.row_kind is not RowKind.DENSE:
-                    answer.logprobs = sure_logprobs(answer, sequence.options.logprobs)
+                if step.row_kind is not RowKind.DENSE:
+                    answer.logprobs = sure_logprobs(answer, sequence.options)
                 await sequence.answer(answer)
             self.finished += 1
         finally:
@@ -153,23 +155,27 @@ def rows(continuation: Sequence[int], step: VerifyStep) -> tuple[TargetRow, ...]
     )
 
 
-def sure_logprobs(answer: Verification, count: int) -> tuple[RowLogprobs, ...]:
+def sure_logprobs(answer: Verification, options: TargetOptions) -> tuple[RowLogprobs, ...]:
     """Those beside rows that give one token all the probability; the next higher ids rank behind it."""
-    found = []
-    for row in answer.rows:
-        own = [row.token_id] if isinstance(row, TokenRow) else []
-        if isinstance(row, SupportRow):
-            own = [*row.token_ids.tolist(), row.outside_token_id]
-        (sure,) = own if isinstance(row, TokenRow) else [_sure_token(row)]
-        tops = [(sure + more) % VOCABULARY_SIZE for more in range(count)]
-        found.append(
-            RowLogprobs(
-                tuple(tops),
-                tuple(-900.0 if more else 0.0 for more in range(count)),
-                tuple(0.0 if token_id == sure else -1000.0 for token_id in own),
-            )
-        )
-    return tuple(found)
+    if options.logprobs is None and not options.sampled_logprobs:
+        return ()
+    return tuple(_sure_logprobs(row, options) for row in answer.rows)
+
+
+def _sure_logprobs(row: TargetRow, options: TargetOptions) -> RowLogprobs:
+    own = own_token_ids(row)
+    sure = row.token_id if isinstance(row, TokenRow) else _sure_token(row)
+    numbers = tuple(0.0 if token_id == sure else -1000.0 for token_id in own)
+    found = RowLogprobs((), (), ())
+    if options.logprobs is not None:
+        count = options.logprobs
+        tops = tuple((sure + more) % VOCABULARY_SIZE for more in range(count))
+        top_logprobs = tuple(-900.0 if more else 0.0 for more in range(count))
+        size = 1 + len(row.token_ids) if isinstance(row, SupportRow) else 1
+        found = RowLogprobs(tops, top_logprobs, numbers[:size])
+    if options.sampled_logprobs:
+        found = replace(found, raw_logprobs=numbers, processed_logprobs=numbers)
+    return found
 
 
 def _sure_token(row: TargetRow) -> int:

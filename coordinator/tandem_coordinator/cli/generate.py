@@ -85,6 +85,7 @@ class Record:
             "text": whole.text,
             "token_ids": whole.token_ids,
             **({"logprobs": [*self._logprobs()]} if whole.logprobs else {}),
+            **self._sampled_logprobs(whole),
             "finish_reason": summary.finish_reason.value,
             "usage": {
                 "prompt_tokens": summary.prompt_tokens,
@@ -108,7 +109,15 @@ class Record:
             },
             "request_id": summary.request_id,
             "seed": summary.seed,
+            "weights": [
+                {"version": each.version, "fingerprint": each.fingerprint} for each in summary.weights
+            ],
         }
+
+    def _sampled_logprobs(self, whole: Chunk) -> dict[str, object]:
+        if not whole.raw_logprobs:
+            return {}
+        return {"raw_logprobs": whole.raw_logprobs, "processed_logprobs": whole.processed_logprobs}
 
     def logprob_table(self) -> Table:
         """A row for each token: its text, its probability, and the most probable tokens at its position."""
@@ -282,6 +291,9 @@ class RequestOptions(VerbOptions):
     """Do not end at end-of-sequence ids."""
     logprobs: int | None = None
     """Return log probabilities of each token and of this many most probable ones, 0 to 20."""
+    sampled_logprobs: Annotated[bool, typer.Option("--sampled-logprobs")] = False
+    """With --json: return two log probabilities of each token, by the model alone (raw_logprobs) and by the
+    distribution that it was drawn from (processed_logprobs)."""
     logit_bias: Annotated[
         tuple[Annotated[tuple[int, float], BeforeValidator(_read_bias)], ...],
         typer.Option(metavar="ID:BIAS"),

@@ -21,11 +21,11 @@ from tandem.model.types import (
     Proposal,
     RowLogprobs,
     SamplingParams,
-    SupportRow,
     TargetRow,
     TokenLogprobs,
     TokenRow,
     Verification,
+    own_token_ids,
 )
 from tandem_coordinator.decoding.completion import Completion
 
@@ -38,6 +38,8 @@ class TokenDetails:
     """Most probable tokens that are named beside each; None: no log probabilities are wanted."""
     _with_probs: bool
     """True if the probabilities of draft and target are wanted."""
+    _with_sampled: bool
+    """True if raw and processed log probabilities are wanted."""
     _sampling: SamplingParams
 
     def __call__(
@@ -52,14 +54,17 @@ class TokenDetails:
             probs = [token_probs(own, index, token_id) for index, token_id in enumerate(kept)]
             draft_probs, target_probs = zip(*probs, strict=True)
             chunk = replace(chunk, draft_probs=draft_probs, target_probs=target_probs)
+        if self._with_sampled:
+            raw, processed = sampled_logprobs(verification, kept)
+            chunk = replace(chunk, raw_logprobs=raw, processed_logprobs=processed)
         return chunk
 
 
 def details_of(request: GenerationRequest, sampling: SamplingParams) -> TokenDetails | None:
     """The details that a request asks for of its tokens; None for none."""
-    if request.logprobs is None and not request.probabilities:
+    if request.logprobs is None and not request.probabilities and not request.sampled_logprobs:
         return None
-    return TokenDetails(request.logprobs, request.probabilities, sampling)
+    return TokenDetails(request.logprobs, request.probabilities, request.sampled_logprobs, sampling)
 
 
 def token_probs(own: Round, index: int, token_id: int) -> tuple[float, float]:
@@ -120,23 +125,32 @@ def token_logprobs(
     return tuple(_beside(row, found, token_id, top_count) for row, found, token_id in beside)
 
 
+def sampled_logprobs(
+    verification: Verification, token_ids: Sequence[int]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Raw and processed log probabilities of the tokens that a round keeps."""
+    raw: list[float] = []
+    processed: list[float] = []
+    for row, found, token_id in zip(verification.rows, verification.logprobs, token_ids, strict=False):
+        own_ids = own_token_ids(row)
+        if token_id not in own_ids:
+            raise ProtocolError("target service: its row does not name a token that was decided on")
+        place = own_ids.index(token_id)
+        raw.append(found.raw_logprobs[place])
+        processed.append(found.processed_logprobs[place])
+    return tuple(raw), tuple(processed)
+
+
 def _beside(row: TargetRow, found: RowLogprobs, token_id: int, top_count: int) -> TokenLogprobs:
     tops = zip(found.top_token_ids, found.top_logprobs, strict=True)
     # One that a grammar or the request forbids is no alternative
     likely = {top_id: logprob for top_id, logprob in tops if math.isfinite(logprob)}
     logprob = likely.get(token_id)
     if logprob is None:
-        logprob = dict(zip(_own_token_ids(row), found.token_logprobs, strict=True)).get(token_id)
+        logprob = dict(zip(own_token_ids(row), found.token_logprobs, strict=False)).get(token_id)
     if logprob is None:
         raise ProtocolError("target service: it sent no log probability of a token that its rows decide on")
     return TokenLogprobs(logprob, tuple(likely)[:top_count], tuple(likely.values())[:top_count])
-
-
-def _own_token_ids(row: TargetRow) -> tuple[int, ...]:
-    if isinstance(row, TokenRow):
-        return (row.token_id,)
-    assert isinstance(row, SupportRow), "dense rows have nothing beside them"
-    return (*row.token_ids.tolist(), row.outside_token_id)
 
 
 def _at(row: object, token_id: int, top_count: int) -> TokenLogprobs:

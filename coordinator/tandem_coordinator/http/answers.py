@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import isnan
+from math import isfinite, isnan
 from typing import Any
 
 from starlette.responses import Response
@@ -241,7 +241,13 @@ class ChoicesAnswer(Answer):
             self._text(choice.said, is_piece=False) | self._describe(index, choice.logprobs, choice.ids)
             for index, choice in enumerate(self.choices)
         ]
-        answer = {**self._head, "object": self.whole_object, "choices": choices, **self.account()}
+        answer = {
+            **self._head,
+            "object": self.whole_object,
+            "choices": choices,
+            **self._fingerprint(),
+            **self.account(),
+        }
         for index, choice in enumerate(self.choices):
             # As in vLLM these are null where nobody asked for them.
             of_prompt: dict[str, Any] = {"prompt_token_ids": None} | self._prompt_ids(index)
@@ -261,6 +267,8 @@ class ChoicesAnswer(Answer):
                 described = self._text(said, is_piece=True, is_first=is_first)
                 described |= self._describe(index, self._logprobs(choice, chunk), self._ids(index, chunk))
                 piece = {**self._head, "object": self.piece_object, "choices": [described]}
+                if chunk.summary is not None:
+                    piece |= self._fingerprint()
                 if is_first:
                     self._add_of_prompt(piece, described, self._prompt_ids(index))
                 if self._prompt_tokens is not None:
@@ -281,9 +289,18 @@ class ChoicesAnswer(Answer):
             "index": index,
             "finish_reason": "tool_calls" if has_called else reason and reason.value,
             "stop_reason": summary and summary.stop_reason,
-            **({"seed": summary.seed} if self._with_ids and summary is not None else {}),
+            **({} if summary is None or not self._with_ids else _origin(summary)),
             **ids,
         }
+
+    def _fingerprint(self) -> dict[str, str]:
+        """OpenAI's name of what computes the answer: of the target's weights, where it says them."""
+        summaries = [choice.summary for choice in self.choices if choice.summary is not None]
+        all_weights = dict.fromkeys(each for summary in summaries for each in summary.weights)
+        if not all_weights:
+            return {}
+        names = [f"{each.version}-{each.fingerprint[:16]}" for each in all_weights]
+        return {"system_fingerprint": "+".join(names)}
 
     def _ids(self, index: int, chunk: Chunk) -> dict[str, list[Any]]:
         """The fields that `return_token_ids` adds, for the completion's own tokens."""
@@ -292,7 +309,12 @@ class ChoicesAnswer(Answer):
         first = self._count_echoed(index, chunk)
         if first and first == len(chunk.token_ids):
             return {"token_ids": []}
-        probs = {"draft_probs": chunk.draft_probs, "target_probs": chunk.target_probs}
+        numbers = {
+            "draft_probs": chunk.draft_probs,
+            "target_probs": chunk.target_probs,
+            "raw_logprobs": chunk.raw_logprobs,
+            "processed_logprobs": chunk.processed_logprobs,
+        }
         return {
             "token_ids": [*chunk.token_ids[first:]],
             "drafted": [*chunk.drafted[first:]],
@@ -300,8 +322,8 @@ class ChoicesAnswer(Answer):
             "proposed": [chunk.proposed],
             "drafted_ahead": [chunk.drafted_ahead],
             **{
-                name: [None if isnan(each) else each for each in given[first:]]
-                for name, given in probs.items()
+                name: [each if isfinite(each) else None for each in given[first:]]
+                for name, given in numbers.items()
                 if given
             },
         }
@@ -440,6 +462,12 @@ def _entry(texts: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:
         "logprob": _number(logprob),
         "bytes": list(texts.bytes(token_id)),
     }
+
+
+def _origin(summary: Summary) -> dict[str, Any]:
+    """The seed and the weights that made a completion."""
+    weights = [{"version": each.version, "fingerprint": each.fingerprint} for each in summary.weights]
+    return {"seed": summary.seed, "weights": weights}
 
 
 def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:

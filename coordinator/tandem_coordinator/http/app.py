@@ -564,6 +564,7 @@ def _request(body: schema.Sampled, prompt: Prompt, choice: int, **others: Any) -
         "echo": isinstance(body, schema.CompletionBody) and body.echo,
         "logprobs": body.alternatives,
         "probabilities": body.return_probabilities,
+        "sampled_logprobs": body.sampled_logprobs,
         "with_special_tokens": not body.skip_special_tokens,
         **others,
     }

@@ -163,6 +163,9 @@ class Sampled(AboutCaller):
     return_probabilities: bool = False
     """Tandem's: with `return_token_ids`, how probable draft and target found each token; null where the acceptance rule
     does not need it."""
+    sampled_logprobs: bool = False
+    """Tandem's: with `return_token_ids`, two log probabilities of each token: `raw_logprobs` by the model alone, and
+    `processed_logprobs` by the distribution that it was drawn from."""
     num_speculative_tokens: int | None = None
     """Tandem's: tokens proposed per verification."""
     rejection_sampling_strategy: str | None = None

@@ -17,6 +17,8 @@ from tandem_coordinator.stats.speculation import MovingAverage
 
 RETRY_SECONDS = 1.0
 """Time after which to try again, for a refusal that cannot tell when there will be room."""
+MAX_BATCHES = 32
+"""Maximum batches at once. Each may keep `batch.MAX_UNREAD_BYTES` of results for a caller that does not read."""
 LARGE_BYTES = 16 << 10
 """Parsing a larger message takes a turn. Protobuf and pydantic parse a smaller one in at most 3 ms."""
 
@@ -57,8 +59,9 @@ class Admission:
         self._streams: Counter[str] = Counter()
         self._large = asyncio.Lock()
         self._places = FairPlaces(self.max_running, extra_places(self.max_running))
-        self._returning = 0
-        """Requests in the queue that had a place before."""
+        self._unbounded = 0
+        """Requests in the queue that are never refused: they had a place before, or their batch sends no other."""
+        self._batches = 0
         self._preparing = 0
         """Requests whose prompts are made before they ask for a place."""
         self._held_seconds = MovingAverage()
@@ -69,7 +72,7 @@ class Admission:
 
     @property
     def queued(self) -> int:
-        return self._places.waiting - self._returning + self._preparing
+        return self._places.waiting - self._unbounded + self._preparing
 
     @contextmanager
     def stream(self, peer: str) -> Iterator[None]:
@@ -89,6 +92,20 @@ class Admission:
             self._streams[peer] -= 1
             if not self._streams[peer]:
                 del self._streams[peer]
+
+    @contextmanager
+    def batch(self, peer: str) -> Iterator[None]:
+        """Count a batch of this peer while the block lasts. Its requests are no streams of the peer's."""
+        if self._batches >= MAX_BATCHES:
+            raise CapacityError(
+                f"{MAX_BATCHES} batches run, which is the most; try again later", RETRY_SECONDS
+            )
+        with self.stream(peer):
+            self._batches += 1
+            try:
+                yield
+            finally:
+                self._batches -= 1
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
@@ -130,14 +147,20 @@ class Admission:
 
     @asynccontextmanager
     async def place(
-        self, deadline_seconds: float | None, client: str = "", priority: int = 0
+        self, deadline_seconds: float | None, client: str = "", priority: int = 0, *, in_batch: bool = False
     ) -> AsyncIterator[Place]:
-        """A place for as long as the block lasts, had within the deadline. The request may release it in between."""
-        if not self._places.has_room(client) and self.queued >= self.max_queued:
+        """A place for as long as the block lasts, had within the deadline. The request may release it in between. One
+        of a batch waits however many others do, as a request of another client than those that come by themselves."""
+        if in_batch:
+            client = f"batches of {client}"
+        elif not self._places.has_room(client) and self.queued >= self.max_queued:
             raise self.refusal()
         try:
             async with asyncio.timeout(deadline_seconds):
-                await self._places.take(client, priority)
+                if in_batch:
+                    await self._wait_unbounded(client, priority)
+                else:
+                    await self._places.take(client, priority)
         except TimeoutError:
             raise DeadlineError(
                 f"the request waited {deadline_seconds:g} s for a place, which is all it was given"
@@ -148,6 +171,14 @@ class Admission:
         finally:
             place.release()
             self._held_seconds.add(place.held_seconds)
+
+    async def _wait_unbounded(self, client: str, priority: int) -> None:
+        """Wait for a place without being one of those whose number is bounded."""
+        self._unbounded += 1
+        try:
+            await self._places.take(client, priority)
+        finally:
+            self._unbounded -= 1
 
     def refuses(self, client: str = "") -> bool:
         """True if a new request of the client would be refused; without one, if it would unless its client has few."""
@@ -175,9 +206,5 @@ class Place:
 
     async def take_again(self) -> None:
         """Wait for a place again, behind the client's other requests. One that has begun is never refused."""
-        self._admission._returning += 1
-        try:
-            await self._admission._places.take(self.client, self._priority)
-        finally:
-            self._admission._returning -= 1
+        await self._admission._wait_unbounded(self.client, self._priority)
         self._since = self._admission.clock()

@@ -208,6 +208,7 @@ class Plan:
             acceptance=None,
             draft_top_k=0,
             logprobs=None,
+            sampled_logprobs=False,
         )
 
     def target_options(self, client: str = "") -> TargetOptions:
@@ -226,6 +227,7 @@ class Plan:
             acceptance=self.rule.terms if self.asks_head else None,
             draft_top_k=(self.settings.draft_top_k or 0) if self.asks_head else 0,
             logprobs=self._row_logprobs,
+            sampled_logprobs=request.sampled_logprobs,
         )
 
     def draft_options(self, ahead: AheadBudget | None = None, client: str = "") -> DraftOptions:
@@ -351,7 +353,8 @@ async def make_plan(
 def _row_kind(rule: AcceptanceRule, request: GenerationRequest) -> RowKind:
     """The kind of the target's rows: as requested, or the cheapest one that says all that is asked for."""
     kind = rule.row_kind(request.row_kind)
-    if kind is RowKind.TOKEN and rule.name == _SYNTHETIC and request.logprobs is not None:
+    wants_logprobs = request.logprobs is not None or request.sampled_logprobs
+    if kind is RowKind.TOKEN and rule.name == _SYNTHETIC and wants_logprobs:
         # It keeps proposed tokens that the target would not choose, and a row of one token knows nothing of them.
         return RowKind.SUPPORT
     return kind

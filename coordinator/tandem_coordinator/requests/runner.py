@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NoReturn
@@ -99,10 +99,12 @@ class RequestRunner:
         peer: str = "",
         token: str = "",
         choices: Choices | None = None,
+        has_place: asyncio.Event | None = None,
     ) -> AsyncGenerator[Chunk]:
         """Stream a completion. The id is its name in logs, traces and the list of requests; `traceparent` the
         client's W3C trace context, `peer` its address from `tandem_coordinator.requests.admission`, and `token` the
-        token by which it is known, each empty when there is none. It is one of these choices of the client's."""
+        token by which it is known, each empty when there is none. It is one of these choices of the client's. One of a
+        batch, which is the stream that counts, has an event to set when it has its place."""
         name = request_id or uuid.uuid4().hex
         observer = self._observer.begin(name, traceparent, choices)
         deadline = Deadline(deadline_seconds)
@@ -115,14 +117,19 @@ class RequestRunner:
                 request, self.bounds, models.target.max_length, models.max_text_bytes, models.draft
             )
             bounded.check()
-            async with self.admission.place(deadline.remaining_seconds, peer, request.priority) as place:
+            async with self.admission.place(
+                deadline.remaining_seconds, peer, request.priority, in_batch=has_place is not None
+            ) as place:
                 observer.admitted()
                 times = RequestTimes(asked, time.monotonic())
+                if has_place is not None:
+                    has_place.set()
                 scopes = self._scopes.of(token=token, address=peer, salt=request.cache_salt)
                 plan = await make_plan(request, name, self.bounds, self.models, scopes, self._choose_rule)
                 await self._run_rounds(plan, observer, deadline, place, times, queue)
 
-        with _observe(observer), self.admission.stream(peer):
+        stream = self.admission.stream(peer) if has_place is None else nullcontext()
+        with _observe(observer), stream:
             queue = ChunkQueue(self.bounds.stream_interval, self._pacer)
             async with aclosing(stream_of(run, queue, deadline_seconds)) as chunks:
                 async for chunk in chunks:

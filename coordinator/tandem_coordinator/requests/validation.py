@@ -13,7 +13,7 @@ from tandem.config.names import OWN_METHODS, canonical_name
 from tandem.config.rule import Rule, broken, refuse, rule, spell, within
 from tandem.errors import plural
 from tandem.model.sampling.ranges import request_sampling_rules
-from tandem.model.types import MAX_LOGIT_BIAS, GenerationRequest, LogitAdjustments, ModelInfo
+from tandem.model.types import MAX_LOGIT_BIAS, GenerationRequest, LogitAdjustments, ModelInfo, RowKind
 from tandem.serving.scopes import MAX_SALT_LENGTH
 from tandem_coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, CoordinatorSettings, RequestBounds
 
@@ -403,6 +403,12 @@ def _grammar_ends_the_text(subject: TokenizedRequest) -> Iterator[str]:
         )
 
 
+@rule("With `sampled_logprobs` the target does not answer with dense rows.")
+def _sampled_logprobs(subject: TokenizedRequest) -> Iterator[str]:
+    if subject.request.sampled_logprobs and subject.request.row_kind is RowKind.DENSE:
+        yield "sampled_logprobs is true and row_kind is dense; row_kind must be left out, or token or support"
+
+
 @rule("The rule logit-comparison needs a draft service that has a model, except at `temperature` 0.")
 def _logits_of_draft_model(subject: TokenizedRequest) -> Iterator[str]:
     """Reads the draft's own report: `speculative_method`, which another rule checks, may be left out."""
@@ -445,4 +451,5 @@ REQUEST_RULES: tuple[Rule[TokenizedRequest], ...] = (
     _grammar_ends_the_text,
     _penalties_without_draft_model,
     _logits_of_draft_model,
+    _sampled_logprobs,
 )

@@ -11,6 +11,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import NamedTuple
 
 import grpc.aio
@@ -36,13 +37,16 @@ from tandem.model.types import (
     Pending,
     Proposal,
     RowKind,
+    RowLogprobs,
     RowStatistics,
     SamplingParams,
     SupportRow,
     TargetOptions,
+    TargetRow,
     TokenRow,
     Verification,
     VerifyStep,
+    own_token_ids,
 )
 from tandem.v1 import target_pb2
 from tandem.v1.target_pb2_grpc import TargetServiceStub
@@ -75,31 +79,55 @@ def check_rows(verification: Verification, vocabulary_size: int, *, with_statist
             raise ProtocolError(f"target service: {wrong}")
 
 
-def check_logprobs(verification: Verification, top_count: int, vocabulary_size: int) -> None:
-    """Raise a ProtocolError unless each row has log probabilities of its tokens and of so many others."""
+def check_logprobs(verification: Verification, options: TargetOptions, vocabulary_size: int) -> None:
+    """Raise a ProtocolError unless each row has the log probabilities that its sequence wants."""
+    if options.logprobs is None and not options.sampled_logprobs:
+        return
     if len(verification.logprobs) != len(verification.rows):
         raise ProtocolError(
             f"target service: log probabilities of {len(verification.logprobs)} rows came with "
             f"{len(verification.rows)} rows; the sequence wants those of each"
         )
     for row, found in zip(verification.rows, verification.logprobs, strict=True):
-        own_count = 1 + len(row.token_ids) if isinstance(row, SupportRow) else 1
-        counts = len(found.top_token_ids), len(found.top_logprobs), len(found.token_logprobs)
-        wanted = min(top_count, vocabulary_size)
-        if counts != (wanted, wanted, own_count):
-            raise ProtocolError(
-                f"target service: a row came with {counts[0]} ids, {counts[1]} of their log probabilities and "
-                f"{counts[2]} of its own tokens'; there must be {wanted}, {wanted} and {own_count}"
-            )
+        if options.logprobs is not None:
+            _check_most_probable(row, found, min(options.logprobs, vocabulary_size))
+        if options.sampled_logprobs:
+            _check_sampled(row, found)
         wrong = next(filter(None, (_wrong_id(each, 0, vocabulary_size) for each in found.top_token_ids)), "")
         if wrong:
             raise ProtocolError(f"target service: {wrong}")
-        for logprob in (*found.top_logprobs, *found.token_logprobs):
+        numbers = (
+            found.top_logprobs,
+            found.token_logprobs,
+            found.raw_logprobs,
+            found.processed_logprobs,
+        )
+        for logprob in chain(*numbers):
             # Rounding may leave one just above zero
             if not logprob < 0.001:
                 raise ProtocolError(
                     f"target service: it sent the log probability {logprob:g}; it must be at most 0"
                 )
+
+
+def _check_most_probable(row: TargetRow, found: RowLogprobs, wanted: int) -> None:
+    own_count = 1 + len(row.token_ids) if isinstance(row, SupportRow) else 1
+    counts = len(found.top_token_ids), len(found.top_logprobs), len(found.token_logprobs)
+    if counts != (wanted, wanted, own_count):
+        raise ProtocolError(
+            f"target service: a row came with {counts[0]} ids, {counts[1]} of their log probabilities and "
+            f"{counts[2]} of its own tokens'; there must be {wanted}, {wanted} and {own_count}"
+        )
+
+
+def _check_sampled(row: TargetRow, found: RowLogprobs) -> None:
+    wanted = len(own_token_ids(row))
+    counts = len(found.raw_logprobs), len(found.processed_logprobs)
+    if counts != (wanted, wanted):
+        raise ProtocolError(
+            f"target service: a row came with {counts[0]} raw and {counts[1]} processed log probabilities of its own "
+            f"tokens; there must be {wanted} of each"
+        )
 
 
 def _wrong_id(token_id: int, minimum: int, vocabulary_size: int) -> str:
@@ -439,8 +467,8 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
         verification = answer.verification(step)
         self.cache = answer.cache or self.cache
         check_rows(verification, self._rows.vocabulary_size, with_statistics=step.with_statistics)
-        if self._options.logprobs is not None and step.row_kind is not RowKind.DENSE:
-            check_logprobs(verification, self._options.logprobs, self._rows.vocabulary_size)
+        if step.row_kind is not RowKind.DENSE:
+            check_logprobs(verification, self._options, self._rows.vocabulary_size)
         self._led.next = self._check_announced(step, verification, proposal)
         if step.row_kind is RowKind.SUPPORT and (decide := self._rows.rule.decide_many) is not None:
             own = Round(proposal, verification, self._options.sampling)

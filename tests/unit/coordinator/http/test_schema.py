@@ -128,6 +128,7 @@ CHANGES: list[tuple[str, Any]] = [
     ("speculation", False),
     ("echo", True),
     ("return_probabilities", True),
+    ("sampled_logprobs", True),
     ("skip_special_tokens", False),
     ("response_format", {"type": "json_object"}),
     ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": {}}}),

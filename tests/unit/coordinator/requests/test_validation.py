@@ -11,7 +11,7 @@ import pytest
 from tandem.acceptance.strategies import STRATEGIES, resolve
 from tandem.config import SpeculativeConfig
 from tandem.errors import InvalidRequestError, status_code
-from tandem.model.types import GenerationRequest, Grammar, GrammarKind, ModelInfo
+from tandem.model.types import GenerationRequest, Grammar, GrammarKind, ModelInfo, RowKind
 from tandem_coordinator.requests.plan import can_draft_ahead
 from tandem_coordinator.requests.validation import REQUEST_RULES, TokenizedRequest
 from tests.unit.coordinator.model_infos import DRAFT, INF, NGRAM, TARGET
@@ -106,6 +106,8 @@ REQUESTS: list[tuple[str, TokenizedRequest, str]] = [
         "the rule is synthetic and structured output is asked for; name another rejection_sampling_strategy"),
     ("logits-of-draft-model", request(draft=NGRAM, rule="logit-comparison"),
         "the rule is logit-comparison and the draft service drafts by ngram, which has no logits"),
+    ("sampled-logprobs", request(sampled_logprobs=True, row_kind=RowKind.DENSE),
+        "sampled_logprobs is true and row_kind is dense; row_kind must be left out, or token or support"),
 ]  # fmt: skip
 
 

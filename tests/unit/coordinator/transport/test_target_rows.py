@@ -20,6 +20,7 @@ from tandem.model.types import (
     RowStatistics,
     SamplingParams,
     SupportRow,
+    TargetOptions,
     TargetRow,
     TokenRow,
     Verification,
@@ -125,11 +126,12 @@ def test_missing_statistics_are_refused_if_requested() -> None:
 
 OF_SUPPORT = RowLogprobs((3, 4), (-0.5, -1.0), (-2.0, -math.inf, -3.0))
 OF_TOKEN = RowLogprobs((3, 4), (-0.5, -1.0), (-0.5,))
+WANTED = TargetOptions("r", SamplingParams(), logprobs=2)
 
 
 def test_log_probabilities_beside_rows_are_accepted() -> None:
-    check_logprobs(Verification(0, (SUPPORT, SUPPORT), logprobs=(OF_SUPPORT, OF_SUPPORT)), 2, SIZE)
-    check_logprobs(Verification(0, (TokenRow(3),), logprobs=(OF_TOKEN,)), 2, SIZE)
+    check_logprobs(Verification(0, (SUPPORT, SUPPORT), logprobs=(OF_SUPPORT, OF_SUPPORT)), WANTED, SIZE)
+    check_logprobs(Verification(0, (TokenRow(3),), logprobs=(OF_TOKEN,)), WANTED, SIZE)
 
 
 @pytest.mark.parametrize(
@@ -152,5 +154,40 @@ def test_log_probabilities_beside_rows_are_accepted() -> None:
 )
 def test_log_probabilities_that_do_not_fit_are_refused(found: tuple[RowLogprobs, ...], sentence: str) -> None:
     with pytest.raises(ProtocolError, match=r"^target service: ") as refusal:
-        check_logprobs(Verification(0, (TokenRow(3),), logprobs=found), 2, SIZE)
+        check_logprobs(Verification(0, (TokenRow(3),), logprobs=found), WANTED, SIZE)
+    assert sentence in str(refusal.value)
+
+
+SAMPLED = TargetOptions("r", SamplingParams(), sampled_logprobs=True)
+
+
+def sampled(*numbers: float) -> RowLogprobs:
+    return RowLogprobs((), (), (), raw_logprobs=numbers, processed_logprobs=numbers)
+
+
+def test_sampled_log_probabilities_are_of_all_tokens_that_a_row_names() -> None:
+    without = replace(SUPPORT, statistics=None)
+    count = len(SUPPORT.token_ids) + 1
+    numbers = [-1.0] * count
+    check_logprobs(Verification(0, (without,), logprobs=(sampled(*numbers),)), SAMPLED, SIZE)
+    check_logprobs(Verification(0, (SUPPORT,), logprobs=(sampled(*numbers, -math.inf),)), SAMPLED, SIZE)
+    check_logprobs(Verification(0, (TokenRow(3),), logprobs=(sampled(-1.0),)), SAMPLED, SIZE)
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        ((), "log probabilities of 0 rows came with 1 rows"),
+        ((sampled(),), "a row came with 0 raw and 0 processed log probabilities"),
+        ((sampled(-1.0, -1.0),), "there must be 1 of each"),
+        ((replace(sampled(-1.0), processed_logprobs=()),), "a row came with 1 raw and 0 processed"),
+        ((sampled(math.nan),), "it sent the log probability nan; it must be at most 0"),
+        ((sampled(0.5),), "it sent the log probability 0.5; it must be at most 0"),
+    ],
+)
+def test_sampled_log_probabilities_that_do_not_fit_are_refused(
+    found: tuple[RowLogprobs, ...], sentence: str
+) -> None:
+    with pytest.raises(ProtocolError, match=r"^target service: ") as refusal:
+        check_logprobs(Verification(0, (TokenRow(3),), logprobs=found), SAMPLED, SIZE)
     assert sentence in str(refusal.value)

@@ -234,6 +234,8 @@ def row_logprobs(draw: st.DrawFn) -> RowLogprobs:
         tuple(draw(st.lists(IDS, min_size=count, max_size=count))),
         tuple(draw(st.lists(doubles, min_size=count, max_size=count))),
         tuple(draw(st.lists(doubles, max_size=3))),
+        tuple(draw(st.lists(doubles, max_size=3))),
+        tuple(draw(st.lists(doubles, max_size=3))),
     )
 
 
@@ -687,7 +689,8 @@ def test_rounds_are_as_small_as_documented() -> None:
         ),
         GenerationRequest(
             "x", logit_bias={3: -100.0, 0: 0.1}, min_tokens=4, stop_token_ids=(7, 9), include_stop_str_in_output=True,
-            max_tokens_must_fit=True, probabilities=True, grammar=Grammar(GrammarKind.JSON_SCHEMA, "{}"),
+            max_tokens_must_fit=True, probabilities=True, sampled_logprobs=True,
+            grammar=Grammar(GrammarKind.JSON_SCHEMA, "{}"),
         ),
     ],
 )  # fmt: skip
@@ -714,7 +717,8 @@ def test_chunks_survive(finish_reason: FinishReason, stop_reason: str | int | No
     chunk = Chunk(
         "héllo", (1, 2), (True, False), (2, 3), summary, 4,
         (TokenLogprobs(-0.5, (1, 7), (-0.5, -1.25)), TokenLogprobs(-2.0)), drafted_ahead=True,
-        draft_probs=(0.5, 0.25), target_probs=(0.75, 1.0),
+        draft_probs=(0.5, 0.25), target_probs=(0.75, 1.0), raw_logprobs=(-0.5, -2.0),
+        processed_logprobs=(-0.25, -float("inf")),
     )  # fmt: skip
     assert generation.chunk_from_proto(generation.chunk_to_proto(chunk)) == chunk
     assert generation.chunk_from_proto(generation.chunk_to_proto(Chunk("", (), (), ()))).summary is None

@@ -134,7 +134,7 @@ async def _pieces_of(stream: AsyncGenerator[Chunk]) -> tuple[Chunk, ...]:
             chunks.append(chunk)
             size += _size_of(chunk)
             if size >= _PIECE_BYTES or chunk.summary is not None:
-                pieces.append(Chunk.joined(chunks))
+                pieces.append(Chunk.join(chunks))
                 chunks = []
                 size = 0
     return tuple(pieces)

@@ -99,11 +99,11 @@ class GenerationServicer(GenerationServiceServicer):
         batch = Batch(self._completions, context.time_remaining(), **self._caller(context))
         outcomes = batch.outcomes(self._items(requests, context))
         async with aclosing(outcomes):
-            async for index, pieces, error in outcomes:
-                for piece in pieces:
-                    yield piece_to_proto(index, piece)
-                if error is not None:
-                    yield error_to_proto(index, ended_by(error))
+            async for outcome in outcomes:
+                for piece in outcome.pieces:
+                    yield piece_to_proto(outcome.index, piece)
+                if outcome.error is not None:
+                    yield error_to_proto(outcome.index, ended_by(outcome.error))
 
     async def _items(
         self, requests: AsyncIterator[generation_pb2.GenerateBatchRequest | bytes], context: Context

@@ -995,7 +995,8 @@ class Chunk:
         )
 
 
-class BatchItem(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class BatchItem:
     """One request of a batch."""
 
     index: int
@@ -1003,7 +1004,8 @@ class BatchItem(NamedTuple):
     request: GenerationRequest
 
 
-class BatchOutcome(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class BatchOutcome:
     """The end of one request of a batch."""
 
     index: int

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -327,6 +327,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept.append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    call: pytest.CallInfo[None],
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Let a listed test fail by itself only: one whose server does not start is an error."""
+    report = yield
+    if call.when == "setup" and hasattr(report, "wasxfail"):
+        del report.wasxfail
+        report.outcome = "failed"
+    return report
 
 
 # ---- what is said at the end

@@ -297,6 +297,8 @@ async def test_a_response_with_functions(tmp_path: Path) -> None:
     deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
     (done,) = [event for event in events if event.type == "response.function_call_arguments.done"]
     assert "".join(deltas) == done.arguments == call.arguments
+    begun = [event.item for event in events if event.type == "response.output_item.added"]
+    assert [item.arguments for item in begun if item.type == "function_call"] == [""], "they come as deltas"
     ended = [event.item for event in events if event.type == "response.output_item.done"]
     assert plain(ended) == plain(whole.output)
     begun = [event.item.id for event in events if event.type == "response.output_item.added"]

@@ -375,7 +375,9 @@ class ResponseAnswer(BlockAnswer):
                 return {**item, "type": "message", "role": "assistant", "content": parts}
             case BlockKind.CALL:
                 named = {"call_id": block.call_id, "name": block.function}
-                return {**item, "type": "function_call", **named, "arguments": block.text}
+                # Arguments that came with its beginning follow as a delta.
+                arguments = "" if has_begun_only else block.text
+                return {**item, "type": "function_call", **named, "arguments": arguments}
 
 
 _EVENTS = {

@@ -59,7 +59,7 @@ def pytest_collection_finish() -> None:
     Engines prepare and measure only small steps, as those of the nursery.
     """
     if engine := sys.modules.get("tandem.engine.core.engine"):
-        vars(engine)["_WARM_UP_SECONDS"] = WARM_UP_SECONDS
+        vars(engine)["WARM_UP_SECONDS"] = WARM_UP_SECONDS
     set_start_aside()
 
 

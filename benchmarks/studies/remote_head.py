@@ -180,7 +180,7 @@ def foresee(
     unseen = range(0 if window is None else max(prompt_length - 1 - window, 0))
     step = UnrolledStep(1, unseen)
     assert lessons.read is not None
-    states = head.combined([each[:, :bases].flatten(0, 1).float() for each in lessons.read])
+    states = head.combine([each[:, :bases].flatten(0, 1).float() for each in lessons.read])
     wanted = target.lm_head(lessons.hidden[0].float())
     keys = target_keys(seed, 0, len(token_ids))
     coins = torch.Generator().manual_seed(seed)
@@ -188,7 +188,7 @@ def foresee(
     for depth in range(DEPTH):
         read = tokens[:, depth + 1 : depth + 1 + bases]
         positions = torch.arange(depth, depth + bases)[None]
-        hidden, states = head.advanced(read, positions, states, step)
+        hidden, states = head.advance(read, positions, states, step)
         logits = head.logits(hidden)
         foreseen = slice(depth + 2, depth + 2 + bases)
         scores = _with_noise(logits, temperature, keys[foreseen])

@@ -30,7 +30,7 @@ from tandem_coordinator.replicas.registry import ReplicaRegistry
 from tandem_coordinator.requests.grammars import CheckedGrammars
 from tandem_coordinator.requests.plan import Models
 from tandem_coordinator.requests.runner import RequestRunner
-from tandem_coordinator.servicer import GenerationServicer, admitted
+from tandem_coordinator.servicer import GenerationServicer, admit
 from tandem_coordinator.settings.coordinator import CoordinatorSettings
 from tandem_coordinator.settings.live import LiveConfig
 from tandem_coordinator.speculation_report import describe_decisions, forecast
@@ -58,7 +58,7 @@ class CoordinatorService(Service):
         self.live_config = LiveConfig(settings)
         self.observer = observer or _observer_for(settings, is_read=settings.http_port is not None)
         self.completions = RequestRunner(self.live_config, self.observer)
-        self.steps = (partial(admitted, self.completions),)
+        self.steps = (partial(admit, self.completions),)
         self.replicas = ReplicaRegistry(settings, settings.service_credentials)
         self.administration = Administration(self.completions, self.live_config, self.replicas)
         self.chats = Chats(

@@ -80,7 +80,8 @@ class GenerationServicer(GenerationServiceServicer):
         self, request: generation_pb2.GenerateRequest | bytes, context: Context
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         if isinstance(request, bytes):
-            models, bounds = self._completions.models, self._completions.bounds
+            models = self._completions.models
+            bounds = self._completions.bounds
             request = await self._parse(generation_pb2.GenerateRequest, request, max_bytes(models, bounds))
             self._check_counts(request)
         chunks = self._completions.complete(
@@ -140,7 +141,8 @@ class GenerationServicer(GenerationServiceServicer):
     async def RenderChat(
         self, request: generation_pb2.RenderChatRequest | bytes, context: Context
     ) -> generation_pb2.RenderChatResponse:
-        models, bounds = self._completions.models, self._completions.bounds
+        models = self._completions.models
+        bounds = self._completions.bounds
         if isinstance(request, bytes):
             limit = _max_text_bytes(models, bounds) + MAX_CHAT_MESSAGES * _MESSAGE_BYTES
             request = await self._parse(generation_pb2.RenderChatRequest, request, limit)
@@ -177,7 +179,7 @@ def _max_text_bytes(models: Models, bounds: RequestBounds) -> int:
     return bounds.max_prompt_bytes if limit is None else min(bounds.max_prompt_bytes, limit)
 
 
-def admitted(completions: RequestRunner, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+def admit(completions: RequestRunner, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
     """The call's own handler, which gets the bytes of a large request in place of its message; or a refusal.
 
     Under overload every refusal delays the next one. Reading a request that is then refused would take a third of the

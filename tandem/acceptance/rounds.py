@@ -25,7 +25,8 @@ class Round:
 
     def check(self) -> None:
         """Raise ProtocolError unless the verification answers the proposal and both are complete."""
-        proposal, verification = self.proposal, self.verification
+        proposal = self.proposal
+        verification = self.verification
         count = len(proposal.token_ids)
         if verification.base_length != proposal.base_length:
             raise ProtocolError(
@@ -84,9 +85,11 @@ class Noise:
         weights = np.zeros((len(races), width))
         for row, race in enumerate(races):
             size = race.row.token_ids.size
-            ids[row, :size], weights[row, :size] = race.row.token_ids, race.weights
+            ids[row, :size] = race.row.token_ids
+            weights[row, :size] = race.weights
             if race.row.outside_token_id >= 0:
-                ids[row, size], weights[row, size] = race.row.outside_token_id, race.outside_weight
+                ids[row, size] = race.row.outside_token_id
+                weights[row, size] = race.outside_weight
         keys = np.array([self.recovery_key(race) for race in races], dtype=np.int64)
         # If all weights are zero or one is NaN, the argmax lands on such a weight.
         columns = sample(weights, keys, ids).tolist()
@@ -100,7 +103,8 @@ class Noise:
 
         After an empty proposal it is the target's own, so that its sample results from every kind of row.
         """
-        seed, base = race.round.sampling.seed, race.round.proposal.base_length
+        seed = race.round.sampling.seed
+        base = race.round.proposal.base_length
         if not race.round.proposal.token_ids:
             return stream_key(seed, base, Purpose.TARGET)
         return stream_key(seed, base + race.accepted_count, Purpose.RECOVERY, base)
@@ -137,11 +141,13 @@ class MessageRounds:
     def add(self, message: object, decide: Decide, own: Round) -> MessageVerification:
         """Take a round that this message answers, and return its verification as a part of it."""
         if message is not self._message:
-            self._message, self._open = message, {}
+            self._message = message
+            self._open = {}
         batch = self._open.get(decide)
         if batch is None or batch.decided is not None:
             batch = self._open[decide] = _Batch()
-        found, index = own.verification, len(batch.rounds)
+        found = own.verification
+        index = len(batch.rounds)
         batch.rounds.append(own)
         return MessageVerification(
             found.base_length,

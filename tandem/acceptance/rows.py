@@ -50,7 +50,8 @@ def draft_probs(own: Round, index: int, row: SupportRow) -> FloatArray:
             raise _left_out(proposal.token_ids[index])
         return probs
     distribution = proposal.distributions[index]
-    token_ids, probs = distribution.token_ids, distribution.probs
+    token_ids = distribution.token_ids
+    probs = distribution.probs
     if row.token_ids is token_ids or np.array_equal(
         row.token_ids, token_ids
     ):  # the support that was requested
@@ -89,7 +90,8 @@ def joint_row(own: Round, index: int) -> JointRow:
     row = support_row(own, index)
     drafted = draft_probs(own, index, row)
     column = _column(row, own.proposal.token_ids[index])
-    target_prob, draft_prob = row.probs.item(column), drafted.item(column)
+    target_prob = row.probs.item(column)
+    draft_prob = drafted.item(column)
     if not target_prob >= 0.0:
         raise ProtocolError(NO_DISTRIBUTION)
     return JointRow(row, drafted, target_prob / draft_prob if draft_prob > 0.0 else 0.0)
@@ -165,7 +167,8 @@ def sample_row(own: Round, index: int, row: SupportRow, noise: Noise) -> int:
 
 def target_sample(own: Round, index: int) -> int:
     """Return the target's own sample at row `index`: that of a token row, or from a dense row with the target's key."""
-    row, sampling = own.verification.rows[index], own.sampling
+    row = own.verification.rows[index]
+    sampling = own.sampling
     if isinstance(row, TokenRow):
         return row.token_id
     if isinstance(row, SupportRow):
@@ -176,7 +179,8 @@ def target_sample(own: Round, index: int) -> int:
 
 def target_argmax(own: Round, index: int) -> int:
     """Return the target's argmax at row `index`, the lowest id among equals."""
-    row, sampling = own.verification.rows[index], own.sampling
+    row = own.verification.rows[index]
+    sampling = own.sampling
     if isinstance(row, DenseRow):
         # Top-p may drop the first of several tokens that tie for the maximum logit.
         return int((row.logits if sampling.is_greedy else warp(row.logits[None, :], [sampling])).argmax())
@@ -205,7 +209,8 @@ class TokenStatistics:
 
 def token_statistics(own: Round, index: int) -> TokenStatistics:
     """Return the statistics of the proposed token at `index`."""
-    row, token_id = own.verification.rows[index], own.proposal.token_ids[index]
+    row = own.verification.rows[index]
+    token_id = own.proposal.token_ids[index]
     if isinstance(row, DenseRow):
         probs: FloatArray = warp(row.logits[None, :], [own.sampling])[0]
         positive = probs[probs > 0.0]
@@ -215,7 +220,8 @@ def token_statistics(own: Round, index: int) -> TokenStatistics:
             float(probs[token_id]), float(row.logits[token_id]), rank, entropy, float(probs.max())
         )
     row = support_row(own, index)
-    statistics, column = row.statistics, _column(row, token_id)
+    statistics = row.statistics
+    column = _column(row, token_id)
     if statistics is None:
         raise ProtocolError(_NO_STATISTICS)
     return TokenStatistics(

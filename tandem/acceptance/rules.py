@@ -63,7 +63,8 @@ class TokenRule:
     follow: Follow
 
     def __call__(self, rounds: Sequence[Round], noise: Noise) -> list[Acceptance]:
-        passes, counts = self.passes, []
+        passes = self.passes
+        counts = []
         for own in rounds:
             own.check()
             count = len(own.proposal.token_ids)
@@ -150,7 +151,7 @@ in MAX. For an empty proposal the rule samples from the target, so that every ro
 """
 
 
-def relaxed(rule: TokenRule, top_k: int, delta: float) -> TokenRule:
+def relax(rule: TokenRule, top_k: int, delta: float) -> TokenRule:
     """Relaxed acceptance for thinking (MAX's `use_relaxed_acceptance_for_thinking`). Not lossless.
 
     Inside a think span a token passes when it is one of the target's `top_k` most probable ones and its probability is

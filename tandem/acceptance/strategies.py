@@ -29,7 +29,9 @@ from tandem.model.types import (
     VerifyStep,
 )
 
-_TOKEN, _SUPPORT, _DENSE = RowKind.TOKEN, RowKind.SUPPORT, RowKind.DENSE
+_TOKEN = RowKind.TOKEN
+_SUPPORT = RowKind.SUPPORT
+_DENSE = RowKind.DENSE
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +255,7 @@ def resolve(options: SpeculativeConfig, sampling: SamplingParams) -> AcceptanceR
     decide = strategy.build(options)
     if is_relaxed:
         assert isinstance(decide, rules.TokenRule), "rules that can be relaxed decide token by token"
-        decide = rules.relaxed(decide, options.relaxed_topk, options.relaxed_delta)
+        decide = rules.relax(decide, options.relaxed_topk, options.relaxed_delta)
     return AcceptanceRule(
         strategy=strategy,
         lossless=strategy.lossless and not is_relaxed and not reads_sample,
@@ -333,7 +335,8 @@ def _synthetic_acceptance(options: SpeculativeConfig) -> Iterator[str]:
             f"{' and '.join(given) or 'none'} of them is set"
         )
     count = options.num_speculative_tokens
-    rates, length = options.synthetic_acceptance_rates, options.synthetic_acceptance_length
+    rates = options.synthetic_acceptance_rates
+    length = options.synthetic_acceptance_length
     if rates is not None:
         yield from _rate_problems(rates, count)
     if length is not None and not 1.0 <= length <= count + 1:

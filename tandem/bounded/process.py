@@ -95,7 +95,8 @@ class BoundedProcess:
         return cast("dict[str, Any]", answer)
 
     def _end(self) -> int:
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None:
             return 0
         process.kill()  # does nothing to one that has ended

@@ -293,7 +293,8 @@ def as_request(prompt: Prompt, options: Options) -> GenerationRequest:
 def as_message(request: GenerationRequest) -> generation_pb2.GenerateRequest:
     """The request as a message."""
     for name, bits in _BITS.items():
-        value, limit = getattr(request, name), 1 << (bits - 1)
+        value = getattr(request, name)
+        limit = 1 << (bits - 1)
         if isinstance(value, int) and not -limit <= value < limit:
             raise InvalidRequestError(f"{name} is {value}; it must be from {-limit} to {limit - 1}")
     try:

@@ -95,7 +95,7 @@ class Options(BaseModel):
             if cls.reads_files and (path := values.get("config_file")):
                 section = read_section(Path(path), values.get("section_name"))
                 values = spelled_one_way(section, cls.model_fields, is_shared=True) | values
-            values |= inferred(values, cls.model_fields)
+            values |= infer_options(values, cls.model_fields)
             options = handler(values)
             if not (found := broken(cls.rules(), options)):
                 return options
@@ -272,13 +272,14 @@ def _rename(
     return found
 
 
-def inferred(values: Mapping[str, Any], fields: Container[str]) -> dict[str, Any]:
+def infer_options(values: Mapping[str, Any], fields: Container[str]) -> dict[str, Any]:
     """Infer unset options from the others, as vLLM does.
 
     The method from the draft model alone; one end of the prompt lookup's range from the other.
     """
     found: dict[str, Any] = {}
-    model, method = values.get("draft_model_path"), values.get("speculative_method")
+    model = values.get("draft_model_path")
+    method = values.get("speculative_method")
     if "draft_model_path" in fields and isinstance(model, str | Path):
         method = method or names.inferred_method(str(model))
         found["speculative_method"] = method
@@ -292,7 +293,8 @@ def inferred(values: Mapping[str, Any], fields: Container[str]) -> dict[str, Any
         elif model and isinstance(own := names.read_config(Path(model)).get("n_predict"), int) and own > 0:
             found["num_speculative_tokens"] = own
     if "prompt_lookup_min" in fields:
-        smallest, largest = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")
+        smallest = values.get("prompt_lookup_min")
+        largest = values.get("prompt_lookup_max")
         if smallest is None and largest is not None:
             found["prompt_lookup_min"] = largest
         if largest is None and smallest is not None:

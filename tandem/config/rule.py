@@ -78,7 +78,8 @@ def not_below(option: str, other: str, why: str = "") -> Rule[Any]:
     """The rule that an option is at least as much as another one."""
 
     def check(subject: object) -> Iterator[str]:
-        value, minimum = getattr(subject, option), getattr(subject, other)
+        value = getattr(subject, option)
+        minimum = getattr(subject, other)
         if value < minimum:
             yield f"{option} is {value}; it must be at least {other} ({minimum}){why}"
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, PrivateAttr, ValidationError
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
 from tandem.config.names import Device
-from tandem.config.options import SHORT_HELP, Options, sentences
+from tandem.config.options import SHORT_HELP, sentences
 from tandem.config.origin import Origin
 from tandem.config.rule import Rules, rule, spell
-from tandem.config.sources import CommandLine, ConfigFile, Environment, Inferred
+from tandem.config.sources import CommandLine, ConfigFile, Environment, Inferred, OwnSources
 from tandem.config.speculative import ModelOptions
 from tandem.errors import ConfigurationError
 from tandem.serving.protection import ProtectionOptions, ServiceAdminOptions, exposure_rule
@@ -39,7 +39,7 @@ VLLM_OPTIONS = (
 """Options without an effect on the embedded engine."""
 
 
-class FilledSettings(Options, BaseSettings):
+class FilledSettings(OwnSources):
     """Settings of a process, which `load_settings` fills. Constructed directly, they hold only what they are given."""
 
     model_config = SettingsConfigDict(
@@ -59,17 +59,6 @@ class FilledSettings(Options, BaseSettings):
     def origins(self) -> Mapping[str, Origin]:
         """The deciding origin of each option that was set. Empty unless `load_settings` made this."""
         return self._origins
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        *others: PydanticBaseSettingsSource,
-        **named: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The arguments alone."""
-        return (init_settings,)
 
     @classmethod
     def read(

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic.fields import FieldInfo
-from pydantic_settings import CliSettingsSource, EnvSettingsSource, PydanticBaseSettingsSource
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    EnvSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from tandem.config import options
 from tandem.config.help import OptionParser
@@ -40,6 +47,29 @@ _PROCESS_PREFIXES = tuple(f"{options.ENVIRONMENT_PREFIX}{process}_" for process 
 
 _CLEARING_WORDS = (None, "null", "none")
 """On a command line these take back what the environment or a file sets, where an option may be without a value."""
+
+
+class OwnSources(options.Options, BaseSettings):
+    """Settings that say themselves where they are read from, instead of by pydantic's usual sources."""
+
+    model_config = SettingsConfigDict()
+
+    @classmethod
+    def sources(cls, given: InitSettingsSource) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The sources, the strongest first; by default the constructor's arguments alone."""
+        return (given,)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        *others: PydanticBaseSettingsSource,
+        **named: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """pydantic's hook."""
+        assert isinstance(init_settings, InitSettingsSource)
+        return cls.sources(init_settings)
 
 
 class CommandLine(CliSettingsSource[ArgumentParser]):
@@ -142,7 +172,7 @@ class Inferred(_Whole):
     origin: ClassVar = Origin.INFERRED
 
     def __call__(self) -> dict[str, Any]:
-        return options.inferred(self.current_state, self.settings_cls.model_fields)
+        return options.infer_options(self.current_state, self.settings_cls.model_fields)
 
 
 def _shortcuts(cls: type[Any]) -> dict[str, str]:

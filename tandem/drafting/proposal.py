@@ -36,7 +36,7 @@ from tandem.model.types import (
     SparseDistribution,
 )
 
-Outcome = Done[Proposal] | Failed | Continue
+Conclusion = Done[Proposal] | Failed | Continue
 
 
 def check_room(cached: CachedSequence, length: int, token_count: int) -> None:
@@ -75,7 +75,7 @@ class SharedTokens:
         self.draft_ids = torch.from_numpy(draft_ids)
         self.target_ids = torch.from_numpy(target_ids)
 
-    def restricted(self, logits: Tensor) -> Tensor:
+    def restrict(self, logits: Tensor) -> Tensor:
         """The logits of these tokens alone, [R, S]: their softmax is the draft's distribution restricted to them and
         normalised anew."""
         if self.draft_ids.device != logits.device:
@@ -86,7 +86,7 @@ class SharedTokens:
 
     @cached_property
     def columns(self) -> dict[int, int]:
-        """The column of each of the target's ids in `restricted`."""
+        """The column of each of the target's ids in `restrict`."""
         return {token_id: i for i, token_id in enumerate(self.target_host_ids.tolist())}
 
 
@@ -134,7 +134,7 @@ class Drafting:
         """True if its next token needs nothing that the host knows: neither a grammar nor counts of tokens."""
         return self.grammar is None and self.mask is None and not self.options.sampling.penalizes
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> Conclusion:
         if len(self.token_ids) < self.token_count and not self.is_cut:
             return Continue(self.last_read)
         logits = np.array(self.token_logits, dtype=np.float32) if self.options.with_token_logits else None
@@ -154,7 +154,7 @@ class Drafting:
 
 def propose_head(
     ready: Sequence[Job[Drafting]], logits: Tensor, sampler: Sampler = TORCH_SAMPLER
-) -> list[Outcome]:
+) -> list[Conclusion]:
     """Head of the draft's engine: each row of logits becomes one more token of a proposal."""
     return extend_drafts(_with_tokens(ready), logits, sampler)
 
@@ -171,7 +171,7 @@ class LogitsElsewhere(Protocol):
         """Draw so many tokens behind each row, where the logits are, and run all but the last through the model."""
 
 
-def propose_where_logits_are(ready: Sequence[Job[Drafting]], logits: Any) -> list[Outcome | Extended]:
+def propose_where_logits_are(ready: Sequence[Job[Drafting]], logits: Any) -> list[Conclusion | Extended]:
     """See `propose_head`, for `LogitsElsewhere`: as many tokens of each proposal as can be drawn without the host."""
     own = [
         drafting
@@ -180,7 +180,7 @@ def propose_where_logits_are(ready: Sequence[Job[Drafting]], logits: Any) -> lis
         for drafting in _with_tokens(ready)
     ]
     counts = [_count_free(job, drafting, logits) for job, drafting in zip(ready, own, strict=True)]
-    outcomes: list[Outcome | Extended] = []
+    outcomes: list[Conclusion | Extended] = []
     for job, drawn in zip(ready, logits.draft(TokenDraws, own, counts), strict=True):
         job.payload = replace(
             drawn.drafting, grammar=job.payload.grammar, before=job.payload.before, mask=None
@@ -208,7 +208,7 @@ def _with_tokens(ready: Sequence[Job[Drafting]]) -> list[Drafting]:
 
 def extend_drafts(
     draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler = TORCH_SAMPLER
-) -> list[Outcome]:
+) -> list[Conclusion]:
     """Draw one more token for each proposal, from logits [len(draftings), vocabulary_size]."""
     draws = TokenDraws(draftings, logits, sampler=sampler)
     draws.draw(logits)
@@ -221,7 +221,7 @@ class Drawn:
 
     drafting: Drafting
     """The proposal, which may be a copy: it may have been in another process."""
-    outcome: Outcome
+    outcome: Conclusion
     read_ids: tuple[int, ...]
     """The draft's own ids of all of these tokens but the last: the model has read them."""
 
@@ -279,7 +279,7 @@ class TokenDraws:
         """Bring what was drawn to the host, and extend the proposals by it."""
         found = iter(to_host(self._launched))
         read_ids: list[list[int]] = [[] for _ in self._draftings]
-        outcomes: list[Outcome | None] = [None] * len(self._draftings)
+        outcomes: list[Conclusion | None] = [None] * len(self._draftings)
         for depth in range(max(self._counts, default=0)):
             for part in self._parts:
                 wanted = [
@@ -347,7 +347,7 @@ class _Vocabulary:
         """The draft's own ids of the next tokens, and what the host reads."""
         shared = self._shared
         unmasked = known_to_target(logits, self._draftings[0].options.vocabulary_size)
-        own = unmasked if shared is None else shared.restricted(unmasked)
+        own = unmasked if shared is None else shared.restrict(unmasked)
         own = _apply_grammars(self._draftings, own, shared)
         own = _apply_penalties(self._draftings, own)
         self._logits = unmasked, own
@@ -369,7 +369,7 @@ class _Vocabulary:
             return columns, tensors
         return torch.where(columns < 0, columns, shared.draft_ids[some]), tensors
 
-    def read(self, found: Iterator[HostArray], wanted: Sequence[bool]) -> list[Outcome | None]:
+    def read(self, found: Iterator[HostArray], wanted: Sequence[bool]) -> list[Conclusion | None]:
         """Extend the wanted ones of the proposals by their tokens at the next position."""
         columns: list[int] = next(found).tolist()
         chosen = next(found).tolist() if self._wants_logits else [0.0] * len(columns)
@@ -381,7 +381,7 @@ class _Vocabulary:
             for i, (column, logit, is_wanted) in enumerate(zip(columns, chosen, wanted, strict=True))
         ]
 
-    def _extend(self, row: int, column: int, logit: float) -> Outcome:
+    def _extend(self, row: int, column: int, logit: float) -> Conclusion:
         """Extend a proposal by the token of this column; -1 stands for logits that are not finite."""
         drafting = self._draftings[row]
         if column < 0:

@@ -73,4 +73,6 @@ class Repeats:
         return found
 
     def note(self, token_ids: Sequence[int], *, is_repeated: bool = False) -> None:
-        self._length, self._proposed, self._is_repeated = len(self._tokens), token_ids, is_repeated
+        self._length = len(self._tokens)
+        self._proposed = token_ids
+        self._is_repeated = is_repeated

@@ -45,7 +45,8 @@ class HiddenStateTap:
                 f"the target {target.info.name} runs its sequences one by one, and a drafting head needs steps that "
                 "pack them; choose a target with plain attention, or a standalone draft"
             )
-        self.target, self._head = target, head
+        self.target = target
+        self._head = head
         self._layer = SimpleNamespace(layer_idx=len(target.layers))
         """The additional layer, as far as attention functions know a layer."""
         # So that whoever packs or traces the model's linear layers finds those which combine the states.
@@ -87,7 +88,7 @@ class HiddenStateTap:
             return
         states = [self._states[layer_id][0].to(self.target.dtype) for layer_id in self._head.layer_ids]
         self._states.clear()
-        values = self._head.combined(states).to(self.target.dtype)[None, None]
+        values = self._head.combine(states).to(self.target.dtype)[None, None]
         keys = values[..., :_KEY_SIZE]
         if isinstance(step, Packing):
             spans = step.spans(self._storage.group)
@@ -152,7 +153,9 @@ class Pairing:
     """True if states of the target were gone when the head wanted to read them."""
 
     def begin(self, target: Sequence, known_length: int) -> None:
-        self.target, self.known_length, self.is_lost = target, known_length, False
+        self.target = target
+        self.known_length = known_length
+        self.is_lost = False
         self.own_states.clear()
 
 
@@ -240,20 +243,22 @@ class HeadModel(nn.Module):
         **_: Any,
     ) -> SimpleNamespace:
         """See `tandem.engine.steps.run_modules`. An integer keeps all rows."""
-        head, segments = self.head, tandem_step.segments
-        states, fed_back = self.states.of_step(segments), None
+        head = self.head
+        segments = tandem_step.segments
+        states = self.states.of_step(segments)
+        fed_back = None
         if isinstance(head, BlockHead):
             is_in_block = self.states.is_past_known(segments)
             hidden = head.of_blocks(input_ids, position_ids, states, is_in_block, tandem_step)
         else:
-            hidden, fed_back = head.advanced(input_ids, position_ids, states, tandem_step)
+            hidden, fed_back = head.advance(input_ids, position_ids, states, tandem_step)
         rows = hidden if isinstance(logits_to_keep, int) else hidden[logits_to_keep]
         return SimpleNamespace(logits=self.finished(segments, head.own_logits(rows), fed_back)[None])
 
     def compute(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
         """Computes a pass and nothing else, so that it can be traced: logits of what the head can say, [1, tokens,
         width], and the states of a proposal's next pass, [tokens, state_size]; `finished` takes both."""
-        hidden, fed_back = self.head.advanced(token_ids, positions, states, step)
+        hidden, fed_back = self.head.advance(token_ids, positions, states, step)
         return self.head.own_logits(hidden)[None], fed_back
 
     def finished(self, segments: SequenceOf[Segment], own_logits: Tensor, fed_back: Tensor | None) -> Tensor:
@@ -261,7 +266,7 @@ class HeadModel(nn.Module):
         Once more with the same pass is the same as once."""
         if fed_back is not None:
             self.states.keep(segments, fed_back)
-        return self.head.widened(own_logits)
+        return self.head.widen(own_logits)
 
 
 def as_model(head: DraftHead, states: PairedStates, name: str) -> LoadedModel:

@@ -120,7 +120,7 @@ class Sampler:
 TORCH_SAMPLER = Sampler()
 
 
-def adjusted(
+def adjust_logits(
     logits: Tensor,
     wanted: LogitAdjustments,
     prompt_length: int,
@@ -387,14 +387,14 @@ class SupportRows(RowsOfKind):
             self._finite_rows(inside, masses, max_logits), self._supports, parts, masses.tolist(), ids.tolist(),
             self._read_statistics(statistics, parts), outside_probs.tolist(), strict=True,
         )  # fmt: skip
-        return self._by_request(
-            [
-                SupportRow(support, inside[part], mass, token_id if mass > 0.0 else -1, own, outside_prob)
-                if is_finite
-                else None
-                for is_finite, support, part, mass, token_id, own, outside_prob in columns
-            ]
-        )
+        rows: list[SupportRow | None] = []
+        for is_finite, support, part, mass, token_id, own, outside_prob in columns:
+            if not is_finite:
+                rows.append(None)
+                continue
+            outside_token_id = token_id if mass > 0.0 else -1
+            rows.append(SupportRow(support, inside[part], mass, outside_token_id, own, outside_prob))
+        return self._by_request(rows)
 
     def _finite_rows(self, inside: HostArray, masses: HostArray, max_logits: HostArray) -> list[bool]:
         found = np.isfinite(masses) & np.isfinite(max_logits)
@@ -426,7 +426,8 @@ class SupportRows(RowsOfKind):
         if not found:
             return [None] * len(parts)
         entropies, max_probs, argmaxes = (each.tolist() for each in found[:3])
-        ranks, logits = found[3].astype(np.int64), found[4].astype(np.float32)
+        ranks = found[3].astype(np.int64)
+        logits = found[4].astype(np.float32)
         return [
             RowStatistics(entropies[i], max_probs[i], argmaxes[i], ranks[part], logits[part])
             if wanted
@@ -694,7 +695,7 @@ def _process(request: RowRequest, block: Tensor) -> Tensor:
     # In the order of vLLM and transformers
     options = request.options
     if options.adjustments:
-        block = adjusted(
+        block = adjust_logits(
             block, options.adjustments, options.prompt_length, request.base_length, request.token_ids
         )
     if options.sampling.penalizes:

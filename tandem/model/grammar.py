@@ -65,10 +65,10 @@ def definition(grammar: Grammar) -> str:
             case GrammarKind.GRAMMAR:
                 return grammar_from("grammar", grammar.source)
     except (ValueError, RecursionError) as error:
-        raise refused(grammar, str(error)) from None
+        raise make_refusal(grammar, str(error)) from None
 
 
-def refused(grammar: Grammar, reason: str) -> InvalidRequestError:
+def make_refusal(grammar: Grammar, reason: str) -> InvalidRequestError:
     """The refusal of a grammar, with llguidance's reason in a line."""
     return InvalidRequestError(
         f"the structured output's {grammar.kind.value} cannot be used: {reason_of(reason)}"
@@ -113,7 +113,9 @@ class Grammars:
         key = scope, grammar
         found = self._compiled.get(key)
         if found is None:
-            found = await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
+            found = await asyncio.get_running_loop().run_in_executor(
+                self._thread, self.compile_grammar, grammar
+            )
             if scope:
                 self._compiled[key] = found
             while len(self._compiled) > MAX_CACHED:
@@ -124,16 +126,16 @@ class Grammars:
 
     def compiled(self, grammar: Grammar) -> GrammarState:
         """`open` without a thread and without keeping anything."""
-        return self._state(self._compile(grammar), grammar)
+        return self._state(self.compile_grammar(grammar), grammar)
 
     def _state(self, matcher: LLMatcher, grammar: Grammar) -> GrammarState:
         return GrammarState(matcher, grammar, self._tokens().vocab_size, self._vocabulary_size)
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def compile_grammar(self, grammar: Grammar) -> LLMatcher:
         matcher = LLMatcher(self._tokens(), definition(grammar), log_level=0, limits=grammar_limits())
         try_first_step(matcher)  # what the first mask computes serves all copies
         if matcher.is_error():
-            raise refused(grammar, matcher.get_error())
+            raise make_refusal(grammar, matcher.get_error())
         return matcher
 
     def _tokens(self) -> LLTokenizer:
@@ -208,9 +210,11 @@ class GrammarState:
         """Go to the state behind these tokens, all of the completion's; False where the grammar forbids one of them. An
         InvalidRequestError says that it exceeds the limits."""
         begin = self._end_of_thought(token_ids)
-        self._is_first, self._is_free = not token_ids, begin < 0
+        self._is_first = not token_ids
+        self._is_free = begin < 0
         own = [] if self._is_free else token_ids[begin:]
-        read, kept = self._read, len(self._read)
+        read = self._read
+        kept = len(self._read)
         if own[:kept] != read:
             kept = common_length(read, own)
             self._matcher.rollback(len(read) - kept)
@@ -292,7 +296,8 @@ class GrammarState:
 
     def _end_of_thought(self, token_ids: list[int]) -> int:
         """Index of the first token behind the think span with which the completion begins; -1 within it."""
-        start, end = self.grammar.think_start_token_id, self.grammar.think_end_token_id
+        start = self.grammar.think_start_token_id
+        end = self.grammar.think_end_token_id
         thinks = self.grammar.is_thinking or token_ids[:1] == [start]
         if not thinks or end is None:
             return 0
@@ -300,4 +305,4 @@ class GrammarState:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise refused(self.grammar, self._matcher.get_error())
+            raise make_refusal(self.grammar, self._matcher.get_error())

@@ -1,7 +1,7 @@
 """How a target leads: the step that it takes by itself behind one whose round it can decide.
 
-A round comes to an `Outcome`, and a `Source` says what is proposed behind it: what a draft service has pushed, which
-may be nothing, or what the target itself finds when the step begins, in the text's repeats or by its own head.
+A round comes to a `RoundOutcome`, and a `Source` says what is proposed behind it: what a draft service has pushed,
+which may be nothing, or what the target itself finds when the step begins, in the text's repeats or by its own head.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tandem.model.types import (
 )
 
 
-class Outcome(NamedTuple):
-    """What a round comes to."""
+class RoundOutcome(NamedTuple):
+    """A round's result: the tokens that it adds to a sequence."""
 
     base_length: int
     """Length of the sequence that the round's proposal extends."""
@@ -48,7 +48,7 @@ class Outcome(NamedTuple):
         return self.base_length + len(self.kept) - 1
 
 
-def read_outcome(step: VerifyStep, answer: Verification) -> Outcome | None:
+def read_outcome(step: VerifyStep, answer: Verification) -> RoundOutcome | None:
     """The outcome of a round whose proposal was given: its token rows tell. None where the target may not go by them.
 
     Those up to the first that differs from the proposal are the outcome.
@@ -57,22 +57,22 @@ def read_outcome(step: VerifyStep, answer: Verification) -> Outcome | None:
         return None
     token_ids = tuple(row.token_id for row in answer.rows if isinstance(row, TokenRow))
     proposed = step.delta.token_ids[len(step.delta.token_ids) - step.row_count + 1 :]
-    return Outcome(answer.base_length, token_ids[: common_length(proposed, token_ids) + 1])
+    return RoundOutcome(answer.base_length, token_ids[: common_length(proposed, token_ids) + 1])
 
 
 def decided_outcome(
     answer: Verification, proposal: Proposal, acceptance: Acceptance | None
-) -> Outcome | None:
+) -> RoundOutcome | None:
     """The outcome of a round that a rule has decided; None where it has not, or where no token follows."""
     if acceptance is None or acceptance.next_token is NextToken.NONE:
         return None
-    return Outcome(answer.base_length, acceptance.kept(proposal))
+    return RoundOutcome(answer.base_length, acceptance.kept(proposal))
 
 
 class Source(Protocol):
     """Where the proposals of led steps come from."""
 
-    def find(self, outcome: Outcome, room: int) -> GoesOn | None:
+    def find(self, outcome: RoundOutcome, room: int) -> GoesOn | None:
         """The step behind an outcome, where the sequence has room for so many proposed tokens; None if the target
         waits until it is asked."""
 
@@ -98,7 +98,8 @@ class OutcomeTable:
 
     def add(self, drafted: DraftedOutcomes) -> bool:
         """Take one depth of the outcomes of a round; false for one whose first depth is missing, which is dropped."""
-        depth, token_ids = drafted.depth, drafted.token_ids
+        depth = drafted.depth
+        token_ids = drafted.token_ids
         if depth == 0:
             keys = tuple(zip(drafted.accepted_counts, drafted.next_token_ids, strict=False))
             self._round = _RoundOutcomes(drafted.base_length, keys, {})
@@ -112,14 +113,14 @@ class OutcomeTable:
                 proposals[key] = (*before, token_id, *(drafted.lead_token_ids if index == 0 else ()))
         return True
 
-    def find(self, outcome: Outcome) -> tuple[int, ...]:
+    def find(self, outcome: RoundOutcome) -> tuple[int, ...]:
         """The proposal for an outcome; empty where there is none."""
         known = self._round
         if known.base_length != outcome.base_length:
             return ()
         return known.proposals.get((outcome.accepted_count, outcome.next_token_id), ())
 
-    def misses(self, outcome: Outcome) -> bool:
+    def misses(self, outcome: RoundOutcome) -> bool:
         """True for an outcome that the draft has not drafted for, in a round that it has drafted for."""
         known = self._round
         key = outcome.accepted_count, outcome.next_token_id
@@ -128,14 +129,14 @@ class OutcomeTable:
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """What a draft service has pushed for the outcome, which may be nothing: then the target runs ahead alone."""
+    """A draft service's proposal for the outcome. Where it has pushed none, the target runs ahead alone."""
 
     table: OutcomeTable
     min_proposed: int = 0
     alone_after_miss: bool = False
     """See `VerifyStep` for both."""
 
-    def find(self, outcome: Outcome, room: int) -> GoesOn | None:
+    def find(self, outcome: RoundOutcome, room: int) -> GoesOn | None:
         proposed = self.table.find(outcome)[:room]
         is_enough = len(proposed) >= min(self.min_proposed, room)
         if is_enough or (self.alone_after_miss and self.table.misses(outcome)):
@@ -148,13 +149,13 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What the target itself proposes when the step begins: what repeats in the text, or what its head drafts."""
+    """The target's own proposal, made when the step begins: a repetition in the text, or its head's draft."""
 
     max_tokens: int
     row_kind: RowKind
     with_statistics: bool
 
-    def find(self, outcome: Outcome, room: int) -> GoesOn | None:
+    def find(self, outcome: RoundOutcome, room: int) -> GoesOn | None:
         return GoesOn(Delta(outcome.accepted_length, (outcome.next_token_id,)), self.max_tokens)
 
     def step(self, goes_on: GoesOn, lead: int) -> VerifyStep:
@@ -186,7 +187,7 @@ class Leading:
         """See `OutcomeTable.add`."""
         return self._table.add(drafted)
 
-    def find(self, outcome: Outcome | None, options: TargetOptions) -> GoesOn | None:
+    def find(self, outcome: RoundOutcome | None, options: TargetOptions) -> GoesOn | None:
         """The step that follows an outcome; None where the sequence ends, or the target waits until it is asked."""
         if outcome is None:
             return None

@@ -90,7 +90,8 @@ class SpeculationDecision:
     @property
     def reason(self) -> str:
         """One line: "batch 16: K = 0, predicted 0.86x with K = 2, ...", or "batch 1: K = 4, ahead 16, ..."."""
-        tokens, best = self.num_speculative_tokens, self.best_draft_length
+        tokens = self.num_speculative_tokens
+        best = self.best_draft_length
         decided = f"batch {self.load}: K = {tokens}"
         if tokens and self.ahead_outcomes:
             decided += f", ahead {self.ahead_outcomes}"

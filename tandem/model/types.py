@@ -235,7 +235,8 @@ class Proposal:
         if count >= len(self.token_ids):
             return self
         logits = None if self.token_logits is None else self.token_logits[:count]
-        tokens, distributions = self.token_ids[:count], self.distributions[:count]
+        tokens = self.token_ids[:count]
+        distributions = self.distributions[:count]
         return Proposal(self.base_length, tokens, distributions, logits)
 
     def __len__(self) -> int:
@@ -682,7 +683,7 @@ class Weights:
 
 
 class InFlight(Enum):
-    """What becomes of open sequences when a service's weights change or it falls asleep."""
+    """The fate of open sequences when a service's weights change or it falls asleep."""
 
     FINISH = "finish"
     """They end with the old weights, while new ones wait."""

@@ -105,7 +105,8 @@ class Vocabulary:
     def ids(self) -> dict[bytes, int]:
         """An id for each text that some token stands for, special tokens aside."""
         found: dict[bytes, int] = {}
-        special, byte_ids = set(self.special_ids.values()), set(self._byte_ids)
+        special = set(self.special_ids.values())
+        byte_ids = set(self._byte_ids)
         for i in (*(i for i in range(self.size) if i not in byte_ids), *self._byte_ids):
             if self.texts[i] and i not in special:
                 found.setdefault(self.texts[i], i)
@@ -179,14 +180,15 @@ class SharedVocabulary:
     def seconds_per_token(self) -> float:
         """Time what is done for a proposed token, in rounds of four over a sample text."""
         tokens = [token_id for text in SAMPLE_TEXT for token_id in self.target.encode(text)]
-        transcript, places = Transcript(self), range(0, len(tokens), 4)
+        transcript = Transcript(self)
+        places = range(0, len(tokens), 4)
         began = time.perf_counter()
         for base in places:
             transcript.apply(Delta(base, tuple(tokens[base : base + 4])))
-            self.retokenized(transcript.token_ids[-4:])
+            self.retokenize(transcript.token_ids[-4:])
         return (time.perf_counter() - began) / max(4 * len(places), 1)
 
-    def retokenized(self, draft_token_ids: Sequence[int]) -> tuple[int, ...]:
+    def retokenize(self, draft_token_ids: Sequence[int]) -> tuple[int, ...]:
         """The target's tokens for what the draft has written, up to its first special token or part of a character.
 
         Of a special token that the target has too, the target's own comes last.
@@ -194,9 +196,11 @@ class SharedVocabulary:
         end = next((i for i, token_id in enumerate(draft_token_ids) if token_id in self._special_ids), None)
         written = b"".join([self.draft.text(token_id) for token_id in draft_token_ids[:end]])
         try:
-            text, cut = written.decode(), False
+            text = written.decode()
+            cut = False
         except UnicodeDecodeError as error:
-            text, cut = written[: error.start].decode(), True
+            text = written[: error.start].decode()
+            cut = True
         found = self.target.encode(text)
         if end is not None and not cut and (own := self.shared_id(draft_token_ids[end])) is not None:
             found.append(own)
@@ -211,7 +215,7 @@ class SharedVocabulary:
     def first_id(self, draft_token_id: int) -> int | None:
         """The target's first token of what one of the draft's says; None where that is no whole character."""
         if draft_token_id not in self._first_ids:
-            said = self.retokenized([draft_token_id])
+            said = self.retokenize([draft_token_id])
             self._first_ids[draft_token_id] = said[0] if said else None
         return self._first_ids[draft_token_id]
 
@@ -224,7 +228,8 @@ class Transcript:
     """
 
     def __init__(self, mapping: SharedVocabulary) -> None:
-        self._draft, self._target = mapping.draft, mapping.target
+        self._draft = mapping.draft
+        self._target = mapping.target
         self._text = bytearray()
         self._prefix_length = 0
         """The first tokens, which the target's tokenizer puts before each text."""
@@ -261,7 +266,8 @@ class Transcript:
         while len(self._starts) > 1 and self._starts[-1] + _LOOKAHEAD_BYTES > kept_bytes:
             self._starts.pop()
             self._counts.pop()
-        start, kept = self._starts.pop(), self._counts.pop()
+        start = self._starts.pop()
+        kept = self._counts.pop()
         del self.token_ids[kept:]
         self.is_whole, found = _tokenize(self._draft, bytes(self._text[start:]), start)
         for begin, tokens in found:

@@ -28,7 +28,7 @@ WHEEL_PACKAGE = "tandem_demo"
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = (_ROOT / WHEEL_PACKAGE, _ROOT / "models" / "demo")
-_SMOLLM2_FOLDERS = (_ROOT / WHEEL_PACKAGE / SMOLLM2, _ROOT / "models" / SMOLLM2)
+SMOLLM2_FOLDERS = (_ROOT / WHEEL_PACKAGE / SMOLLM2, _ROOT / "models" / SMOLLM2)
 
 _ENGINE_PACKAGES = ("torch", "transformers", "safetensors")
 
@@ -66,7 +66,7 @@ def demo_pair() -> DemoPair:
 
 def smollm2_head(method: str) -> Path | None:
     """Folder of a drafting head for the model `smollm2`; None if this installation contains none for this method."""
-    return next(filter(_is_model, (folder / method for folder in _SMOLLM2_FOLDERS)), None)
+    return next(filter(_is_model, (folder / method for folder in SMOLLM2_FOLDERS)), None)
 
 
 def smollm2_folder() -> Path:

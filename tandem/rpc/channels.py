@@ -160,7 +160,8 @@ _BROKEN_WRITE = "Internal error from Core"
 def ending_of(error: grpc.RpcError) -> Ending:
     """Status of the call that raised the error, awaited or not."""
     call = cast("grpc.Call", error)
-    code, details = call.code(), call.details() or ""
+    code = call.code()
+    details = call.details() or ""
     if details == _BROKEN_WRITE:
         return Ending(grpc.StatusCode.UNAVAILABLE, "it ended the stream while it was written to")
     return Ending(code, details, retry_after_seconds(call.trailing_metadata() or ()))

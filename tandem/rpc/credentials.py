@@ -49,7 +49,8 @@ class ReloadedFile(Generic[ValueT]):
     @property
     def value(self) -> ValueT:
         """Current content of the files."""
-        known, self._versions = self._versions, None
+        known = self._versions
+        self._versions = None
         try:
             self._versions = self._look()
             if self._versions != known:
@@ -200,7 +201,7 @@ def attach_token(channel: grpc.aio.Channel | grpc.Channel, header: Callable[[], 
     gRPC refuses its own call credentials on a plain connection, and its interceptors hide a stream's read and write.
     """
 
-    def authorized(make: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+    def authorize(make: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
         def make_authorized(*arguments: Any, **options: Any) -> Callable[..., Any]:
             method = make(*arguments, **options)
 
@@ -212,4 +213,4 @@ def attach_token(channel: grpc.aio.Channel | grpc.Channel, header: Callable[[], 
         return make_authorized
 
     for name in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
-        setattr(channel, name, authorized(getattr(channel, name)))
+        setattr(channel, name, authorize(getattr(channel, name)))

@@ -29,7 +29,8 @@ class FairPlaces:
 
     def __init__(self, places: int, extra: int) -> None:
         self.held = 0
-        self._places, self._extra = places, extra
+        self._places = places
+        self._extra = extra
         self._held_by: Counter[str] = Counter()
         self._queues: dict[str, list[_Turn]] = {}
         """A heap of each client."""
@@ -72,7 +73,8 @@ class FairPlaces:
                 turn.future.set_result(None)
 
     def refuse_waiting(self, error: Exception) -> None:
-        queues, self._queues = self._queues, {}
+        queues = self._queues
+        self._queues = {}
         for queue in queues.values():
             for turn in queue:
                 if not turn.future.done():

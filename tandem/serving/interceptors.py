@@ -242,7 +242,7 @@ _ALWAYS_OPEN = (
 def authorizing(tokens: Callable[[], Tokens]) -> Step:
     """The step that holds each call to the tokens that the server knows."""
 
-    def authorized(handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+    def check_caller(handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         header = metadata_of(details.invocation_metadata, AUTHORIZATION)
         try:
             authorize(scope_of(details.method), header, tokens())
@@ -250,7 +250,7 @@ def authorizing(tokens: Callable[[], Tokens]) -> Step:
             return refusing(handler, error)
         return handler
 
-    return authorized
+    return check_caller
 
 
 MAX_WATCHERS = 128
@@ -260,7 +260,7 @@ MAX_MESSAGE_BYTES = 4 << 10
 """Maximum bytes of a message to a call without a token: it holds only the name of a service."""
 
 # How long the one message of a call may take, which any client sends with the call itself.
-_MESSAGE_SECONDS = 10.0
+MESSAGE_SECONDS = 10.0
 
 
 class AnonymousCallLimiter:
@@ -269,7 +269,7 @@ class AnonymousCallLimiter:
     def __init__(self) -> None:
         self._watchers = 0
 
-    def limited(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+    def limit(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         """The step that bounds a call which needs no token."""
         if scope_of(details.method) is not Scope.OPEN:
             return handler
@@ -304,11 +304,11 @@ def _small(read: Any, content: bytes) -> Any:
 
 async def _only(requests: AsyncIterator[Any]) -> Any:
     try:
-        async with asyncio.timeout(_MESSAGE_SECONDS):
+        async with asyncio.timeout(MESSAGE_SECONDS):
             return await anext(requests)
     except TimeoutError:
         raise DeadlineError(
-            f"no message came for {_MESSAGE_SECONDS:g} s; it must be sent with the call"
+            f"no message came for {MESSAGE_SECONDS:g} s; it must be sent with the call"
         ) from None
     except StopAsyncIteration:
         raise InvalidRequestError("the call ended without a message; it must have one") from None
@@ -371,8 +371,9 @@ def guarding(calls: RunningCalls, stalled_reader_timeout_seconds: float | None =
     """The step before every method: its errors, its unreadable requests, and readers that take nothing."""
     readers = SlowReaderWatchdog(stalled_reader_timeout_seconds)
 
-    def guarded(handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
-        inner, read = behaviour_of(handler), handler.request_deserializer or bytes
+    def guard(handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        inner = behaviour_of(handler)
+        read = handler.request_deserializer or bytes
         # Messages are read within the boundary: of bytes that are none, gRPC would make a Python error, or UNKNOWN.
         if handler.request_streaming:
             requests_of = partial(_messages, read, _find_requests(details.method))
@@ -397,7 +398,7 @@ def guarding(calls: RunningCalls, stalled_reader_timeout_seconds: float | None =
 
         return remade(handler, answer, bytes)
 
-    return guarded
+    return guard
 
 
 def _message(read: Callable[[bytes], Any], content: bytes) -> Any:

@@ -224,7 +224,8 @@ class ServiceAdminOptions(ProtectionOptions):
 
 def token_source(options: ProtectionOptions, host: str) -> Callable[[], Tokens]:
     """The current tokens of a server."""
-    client, admin = tokens_of(options.auth_token, options.auth_token_file), tokens_of(None, None)
+    client = tokens_of(options.auth_token, options.auth_token_file)
+    admin = tokens_of(None, None)
     if isinstance(options, AdminOptions | ServiceAdminOptions):
         admin = tokens_of(options.admin_token, options.admin_token_file)
     may_be_open = not isinstance(options, ServiceAdminOptions)

@@ -255,7 +255,8 @@ async def _serve_until(stopping: asyncio.Event, service: Service, readiness: Rea
         with suppress(TimeoutError):
             async with asyncio.timeout(0.5):
                 await stopping.wait()
-        seconds, name = service.overdue_seconds, readiness.name
+        seconds = service.overdue_seconds
+        name = readiness.name
         if seconds and not is_paused:
             logger.error("a step does not end", extra={"service": name, "seconds": round(seconds, 1)})
             await readiness.pause(f"the {name} service has been stuck in a step for {seconds:.0f} s")
@@ -281,7 +282,7 @@ def new_server(settings: ServerSettings, calls: RunningCalls, *steps: Step) -> g
     authorized = authorizing(token_source(settings, settings.host))
     return grpc.aio.server(
         interceptors=[
-            CallInterceptor(*steps, calls.refuse_closed, AnonymousCallLimiter().limited, authorized, guarded)
+            CallInterceptor(*steps, calls.refuse_closed, AnonymousCallLimiter().limit, authorized, guarded)
         ],
         # By default two servers that share a port by mistake would not notice.
         options=(("grpc.so_reuseport", 0), *_SERVER_OPTIONS),
@@ -299,7 +300,8 @@ async def _register(server: grpc.aio.Server, service: Service, readiness: Readin
 
 
 def _bind(server: grpc.aio.Server, settings: ServerSettings) -> str:
-    host, address = settings.host, join_address(settings.host, settings.port)
+    host = settings.host
+    address = join_address(settings.host, settings.port)
     _check_free(host, settings.port)
     if settings.tls_cert_file is None or settings.tls_key_file is None:
         return join_address(host, server.add_insecure_port(address))
@@ -364,7 +366,8 @@ def bound_socket(host: str, port: int, options: str) -> socket.socket:
 
 async def unless(event: Coroutine[Any, Any, object], work: Coroutine[Any, Any, ResultT]) -> ResultT:
     """Do the work, unless the event comes first, which cancels it."""
-    task, stop = asyncio.ensure_future(work), asyncio.ensure_future(event)
+    task = asyncio.ensure_future(work)
+    stop = asyncio.ensure_future(event)
     try:
         await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

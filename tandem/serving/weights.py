@@ -64,7 +64,7 @@ class WeightsControl:
         self._fail = fail
         self._model: object | None = None
         self._doing = ""
-        """What is being done; empty for nothing."""
+        """The change in progress, as a participle; empty while there is none."""
         self._level = 0
         """Of the sleep; 0: it is awake."""
         self._changing: asyncio.Task[None] | None = None

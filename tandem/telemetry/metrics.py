@@ -131,7 +131,8 @@ def family(
 
 def on_loop(read: Callable[[], ValueT]) -> Callable[[], ValueT | None]:
     """A function that calls `read` on this event loop, from any thread; None where the loop has ended or is held up."""
-    loop, own_thread = asyncio.get_running_loop(), threading.get_ident()
+    loop = asyncio.get_running_loop()
+    own_thread = threading.get_ident()
 
     async def on_this_loop() -> ValueT:
         return read()
@@ -223,18 +224,19 @@ def _without(samples: Sequence[Sample], label: str) -> Iterable[Sample]:
     return found.values()
 
 
-def named(registry: CollectorRegistry, options: TelemetryOptions) -> CollectorRegistry:
+def name_metrics(registry: CollectorRegistry, options: TelemetryOptions) -> CollectorRegistry:
     """The registry under the names that the options ask for."""
     return registry_of(lambda: as_vllm(registry.collect())) if options.metric_names == "vllm" else registry
 
 
 def serve_metrics(options: TelemetryOptions, registry: CollectorRegistry) -> WSGIServer | None:
     """Serve the metrics of a registry at the Prometheus port; None where there is none."""
-    host, port = options.prometheus_host, options.prometheus_port
+    host = options.prometheus_host
+    port = options.prometheus_port
     if port is None:
         return None
     try:
-        server, _ = start_http_server(port, host, named(registry, options))
+        server, _ = start_http_server(port, host, name_metrics(registry, options))
     except OSError as error:
         raise ConfigurationError(
             f"cannot serve metrics on {host}:{port}: {(error.strerror or str(error)).lower()}; choose another "

@@ -30,7 +30,7 @@ from prometheus_client import Metric as Family
 from prometheus_client.samples import Sample
 
 import tandem
-from tandem.telemetry.metrics import Metrics, counter, end_server, named, serve_metrics
+from tandem.telemetry.metrics import Metrics, counter, end_server, name_metrics, serve_metrics
 from tandem.telemetry.settings import TelemetryOptions, sends
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Telemetry:
 
     def prometheus_text(self) -> bytes:
         """All metrics in Prometheus's text form, for a server that has its own /metrics."""
-        return prometheus_client.generate_latest(named(self.registry, self._options))
+        return prometheus_client.generate_latest(name_metrics(self.registry, self._options))
 
 
 # ---- to a collector
@@ -119,7 +119,9 @@ class OtlpExports(Metrics):
         provider.add_span_processor(self._spans)
         self.tracer = provider.get_tracer("tandem", tandem.__version__)
         self._metric_exporter = OTLPMetricExporter(endpoint=options.otlp_endpoint, timeout=timeout)
-        self._registry, self._resource, self._started_ns = registry, resource, time.time_ns()
+        self._registry = registry
+        self._resource = resource
+        self._started_ns = time.time_ns()
         self._ending = threading.Event()
         self._metrics = threading.Thread(target=self._send_metrics, name="tandem-metrics", daemon=True)
 
@@ -220,7 +222,9 @@ def to_otlp(families: Iterable[Family], resource: Resource, started_ns: int) -> 
 
 
 def _metrics(family: Family, started_ns: int, now_ns: int) -> Iterator[export.Metric]:
-    name, text, unit = family.name, family.documentation, unit_of(family.name)
+    name = family.name
+    text = family.documentation
+    unit = unit_of(family.name)
     if family.type == "histogram":
         points = [*_histograms(family, started_ns, now_ns)]
         yield export.Metric(name, text, unit, export.Histogram(points, _CUMULATIVE))

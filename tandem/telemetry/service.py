@@ -46,7 +46,8 @@ class ObservedService(Telemetry, ServiceObserver):
         self.metrics = metrics = StreamMetrics(self.registry, **labels)
         self._gauge("num_streams_running", "Sequences open now.", lambda: metrics.running)
         if kv_usage() is not None:
-            self._engine, read = EngineMetrics(self.registry, **labels), on_loop(kv_usage)
+            self._engine = EngineMetrics(self.registry, **labels)
+            read = on_loop(kv_usage)
             self.registry.register(
                 Read(lambda: () if (usage := read()) is None else _kv_metrics(labels, usage))
             )

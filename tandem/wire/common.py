@@ -378,7 +378,8 @@ def logits_from_tensor(tensor: types_pb2.Tensor, what: str) -> Float32Array:
         raise ProtocolError(
             f"{what} has data type {tensor.data_type}; it must be float32, float16 or bfloat16"
         )
-    shape, dtype = tuple(tensor.shape), np.dtype(form)
+    shape = tuple(tensor.shape)
+    dtype = np.dtype(form)
     size = shape[0] * shape[1] * dtype.itemsize
     if len(tensor.data) != size:
         raise ProtocolError(f"{what} holds {len(tensor.data)} bytes; its shape {shape} needs {size}")

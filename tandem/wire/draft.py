@@ -253,7 +253,8 @@ def tokenizer_to_proto(tokenizer: TargetTokenizer) -> Iterator[draft_pb2.MapVoca
 
 async def tokenizer_from_proto(parts: AsyncIterator[draft_pb2.MapVocabularyRequest]) -> TargetTokenizer:
     """The tokenizer in some messages."""
-    first, content = draft_pb2.MapVocabularyRequest(), bytearray()
+    first = draft_pb2.MapVocabularyRequest()
+    content = bytearray()
     async for part in parts:
         if not first.tokenizer_hash:
             first = part

@@ -471,7 +471,8 @@ def _read_verification(
 
 
 def _read_cache(message: target_pb2.CacheCounts) -> CacheCounts:
-    cached, preemptions = message.cached_token_count, message.preemption_count
+    cached = message.cached_token_count
+    preemptions = message.preemption_count
     if min(cached, preemptions) < 0:
         raise ProtocolError(
             f"cache has {cached} cached tokens and {preemptions} preemptions; neither can be below 0"

@@ -19,7 +19,7 @@ from itertools import accumulate
 from torch import Tensor
 
 from tandem.acceptance.strategies import GREEDY, STRICT
-from tandem.drafting.proposal import Drafting, Outcome, extend_drafts
+from tandem.drafting.proposal import Conclusion, Drafting, extend_drafts
 from tandem.drafting.repeats import Odds, Repeats
 from tandem.drafting.tokens import TokenState
 from tandem.engine.core.inline import InlineEngine
@@ -177,7 +177,8 @@ class HeadDrafter:
         return own
 
     def _new(self, job: Job[RowRequest]) -> _Drafted:
-        options, rule = job.payload.options, job.payload.rule
+        options = job.payload.options
+        rule = job.payload.rule
         assert rule is not None
         strategy = rule.strategy
         drafting = DraftOptions(
@@ -248,7 +249,7 @@ def extend_by_passes(
     head: DraftHead,
     pairings: dict[CachedSequence, Pairing],
     sampler: Sampler,
-) -> list[Outcome]:
+) -> list[Conclusion]:
     """Head of the engine: for each proposal as many tokens as a pass foresees."""
     passes = head.tokens_per_pass
     logits = logits.view(len(logits) * passes, -1)
@@ -258,7 +259,7 @@ def extend_by_passes(
         rows = [range(end - job.row_count + 1, end) for job, end in zip(ready, ends, strict=True)]
     else:
         rows = [range(i * passes, (i + 1) * passes) for i in range(len(ready))]
-    outcomes: list[Outcome] = [Continue(-1)] * len(ready)
+    outcomes: list[Conclusion] = [Continue(-1)] * len(ready)
     for number in range(max(map(len, rows))):
         unfinished = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, Continue)]
         if not unfinished:
@@ -274,7 +275,7 @@ def extend_by_passes(
     ]
 
 
-def conclude(job: Job[Drafting], outcome: Outcome, pairing: Pairing | None) -> Outcome:
+def conclude(job: Job[Drafting], outcome: Conclusion, pairing: Pairing | None) -> Conclusion:
     """The outcome of a pass, after which a finished proposal leaves only what the target's states gave."""
     if pairing is None:
         return outcome  # released meanwhile

@@ -80,7 +80,8 @@ class HiddenStateFiles:
 
         The file is written in the background, whole or not at all. A failure is logged, never raised.
         """
-        count, request_id = min(count, sequence.length), options.request_id
+        count = min(count, sequence.length)
+        request_id = options.request_id
         if count == 0:
             return
         token_ids = torch.tensor(sequence.token_ids[:count], dtype=torch.int64)

@@ -110,7 +110,7 @@ def _load_with_head(
     head.load(target)
     tap = HiddenStateTap(target, head)
     values = [sum(each.values_per_token for each in layers) for layers in (head.layers, tap.model.layers)]
-    head_limits, target_limits = _divide_memory(EngineSettings.of(settings), values[0] / sum(values), target)
+    head_limits, target_limits = divide_memory(EngineSettings.of(settings), values[0] / sum(values), target)
     name = f"{target.info.name} ({MTP})" if head_folder is None else head_folder.name
     # The head's cache first: on a GPU the target's then takes what is left of the process's share.
     states = PairedStates(tap)
@@ -129,7 +129,7 @@ def _load_with_head(
     return verifier
 
 
-def _divide_memory(
+def divide_memory(
     limits: EngineSettings, share: float, target: LoadedModel
 ) -> tuple[EngineSettings, EngineSettings]:
     """The limits of the head, which gets this share of the memory, and of the target."""

@@ -46,7 +46,7 @@ def _is_kept(said: Said) -> bool:
     return not (isinstance(said, Verification) and said.rows and isinstance(said.rows[0], DenseRow))
 
 
-_TRANSLATION: Translation[TargetOptions, VerifyStep, Said] = Translation(
+TRANSLATION: Translation[TargetOptions, VerifyStep, Said] = Translation(
     TargetOptions,
     wire.requests_from_proto,
     wire.answers_to_proto,
@@ -73,7 +73,7 @@ class TargetServicer(TargetServiceServicer):
     def Verify(
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
     ) -> AsyncIterator[target_pb2.VerifyResponse]:
-        return self.streams.serve(request_iterator, self.serve_sequence, _TRANSLATION)
+        return self.streams.serve(request_iterator, self.serve_sequence, TRANSLATION)
 
     async def serve_sequence(self, sequence: VerifiedFor) -> None:
         options = sequence.options

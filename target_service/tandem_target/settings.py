@@ -57,7 +57,8 @@ class TargetSettings(ModelServerSettings):
 
 def check_extraction(settings: TargetSettings) -> None:
     """Refuse a method that a target has no use for, and options of `extract_hidden_states` that do not go together."""
-    method, folder = settings.speculative_method, settings.shared_storage_path
+    method = settings.speculative_method
+    folder = settings.shared_storage_path
     if folder is None and method == EXTRACT_HIDDEN_STATES:
         raise ConfigurationError(
             f"--method is {method} and --shared-storage-path is missing; name the folder for the files"

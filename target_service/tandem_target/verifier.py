@@ -164,7 +164,8 @@ class VerifiedSequence:
 
     def end_lead(self) -> None:
         """Take no further answers to steps that nobody asked for."""
-        self._unasked, self._asked_count = deque(), 0
+        self._unasked = deque()
+        self._asked_count = 0
 
     def _led(
         self, unasked: deque[RowRequest], request: RowRequest, answer: Verification | TandemError

@@ -106,7 +106,7 @@ def _starts() -> dict[str, Callable[[list[str]], None]]:
         *(_OF_VLLM if has_vllm else ()),
     ):
         importlib.import_module(module)
-    vars(engine)["_WARM_UP_SECONDS"] = WARM_UP_SECONDS
+    engine.WARM_UP_SECONDS = WARM_UP_SECONDS
     # Threads do not survive a fork, so there must be none yet.
     torch.set_num_threads(1)
     return {

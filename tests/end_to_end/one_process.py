@@ -6,6 +6,6 @@ from tandem.engine.core import engine, selection
 from tests.end_to_end.processes import WARM_UP_SECONDS
 
 if __name__ == "__main__":
-    vars(engine)["_WARM_UP_SECONDS"] = WARM_UP_SECONDS
+    engine.WARM_UP_SECONDS = WARM_UP_SECONDS
     vars(selection)["load_native"] = lambda *_: None
     serve(load)

@@ -14,11 +14,10 @@ import time
 
 
 def tandem(arguments: list[str]) -> None:
-    import tandem_coordinator.cli.up
     from tandem_coordinator.cli.main import main
+    from tandem_coordinator.cli.serve import SERVICES
 
-    services = vars(tandem_coordinator.cli.up)["SERVICES"]
-    services.update(dict.fromkeys(services, __name__))
+    SERVICES.update(dict.fromkeys(SERVICES, __name__))
     sys.argv = ["tandem", *arguments]
     main()
 

@@ -31,13 +31,7 @@ from tandem.v1.draft_pb2 import (
     ProposeRequest,
     ProposeResponse,
 )
-from tandem_coordinator.transport.conformance.draft import (
-    CHECKS,
-    Conversation,
-    Subject,
-    check_draft_service,
-    play,
-)
+from tandem_coordinator.transport.conformance.draft import SUITE, Conversation, Subject
 from tandem_coordinator.transport.draft_client import DraftClient
 from tandem_draft.proposers.ngram import ngram_proposer
 from tandem_draft.proposers.suffix import suffix_proposer
@@ -54,8 +48,8 @@ SECONDS = 30.0
 
 async def problems(address: str) -> list[str]:
     async with grpc.aio.insecure_channel(address) as channel:
-        findings = await check_draft_service(channel, SECONDS)
-    assert [each.check for each in findings] == list(CHECKS)
+        findings = await SUITE.check(channel, SECONDS)
+    assert [each.check for each in findings] == list(SUITE.checks)
     return [f"{each.check}: {each.detail}" for each in findings if each.severity is not Severity.OK]
 
 
@@ -274,7 +268,7 @@ FAULTS: list[tuple[str, str, Callable[[], Faulty]]] = [
 
 
 def test_each_check_has_a_fault() -> None:
-    assert {name for name, *_ in FAULTS} | {"health", "unchanged"} == set(CHECKS)
+    assert {name for name, *_ in FAULTS} | {"health", "unchanged"} == set(SUITE.checks)
 
 
 async def fails(address: str, name: str) -> str:
@@ -282,9 +276,9 @@ async def fails(address: str, name: str) -> str:
     async with grpc.aio.insecure_channel(address) as channel:
         info = await DraftClient(channel).model_info()
         with pytest.raises((ProtocolError, InvalidRequestError)) as caught:
-            await play(name, Subject(channel, info, 2.0))
+            await SUITE.play(name, Subject(channel, info, 2.0))
         if name != "proposals":
-            await play("reading" if name != "reading" else "health", Subject(channel, info, SECONDS))
+            await SUITE.play("reading" if name != "reading" else "health", Subject(channel, info, SECONDS))
     sentence = str(caught.value)
     assert "UNAVAILABLE" not in sentence
     return sentence
@@ -331,7 +325,7 @@ async def test_a_draft_that_answers_nothing_cannot_be_reached() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{silent.getsockname()[1]}") as channel:
             with pytest.raises(ServiceUnavailableError, match="draft service: no answer within 1 s"):
-                await check_draft_service(channel, 1.0)
+                await SUITE.check(channel, 1.0)
 
 
 # ---- the command
@@ -356,7 +350,7 @@ async def test_the_command_passes_a_draft_and_names_one_that_is_not_there() -> N
     async with serving(model_free(ngram_proposer)) as (address, _):
         code, out, _ = await command(address)
     assert code == 0
-    assert f"{len(CHECKS) + 1} checks: {len(CHECKS)} fine, 1 warning, 0 problems" in out
+    assert f"{len(SUITE.checks) + 1} checks: {len(SUITE.checks)} fine, 1 warning, 0 problems" in out
     assert "need its options or a target: drafting-method, vocabulary-size" in " ".join(out.split())
     code, out, error = await command(address)
     assert (code, out) == (4, "")

@@ -9,7 +9,7 @@ from types import ModuleType
 import grpc.aio
 
 from tandem.model.admin import Severity
-from tandem_coordinator.transport.conformance.draft import CHECKS, check_draft_service
+from tandem_coordinator.transport.conformance.draft import SUITE
 from tests.paths import ROOT
 
 SECONDS = 30.0
@@ -31,8 +31,8 @@ async def test_the_draft_of_a_page_conforms() -> None:
     server, port = await example("lookup_draft").serve(0)
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            findings = await check_draft_service(channel, SECONDS)
+            findings = await SUITE.check(channel, SECONDS)
     finally:
         await server.stop(None)
-    assert [each.check for each in findings] == list(CHECKS)
+    assert [each.check for each in findings] == list(SUITE.checks)
     assert [f"{each.check}: {each.detail}" for each in findings if each.severity is not Severity.OK] == []

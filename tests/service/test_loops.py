@@ -86,8 +86,8 @@ def in_following(owner: type, name: str) -> Callable[[ReplicaRegistry, Throw], N
 
 def in_target(_: ReplicaRegistry, throw: Throw) -> None:
     throw(target_wire, "requests_from_proto")
-    translation = target_servicer._TRANSLATION
-    target_servicer._TRANSLATION = replace(translation, read=target_wire.requests_from_proto)
+    translation = target_servicer.TRANSLATION
+    target_servicer.TRANSLATION = replace(translation, read=target_wire.requests_from_proto)
 
 
 def in_refreshing(replicas: ReplicaRegistry, throw: Throw) -> None:
@@ -133,7 +133,7 @@ async def test_a_loop_goes_on_after_what_it_has_not_foreseen(
     def lines() -> list[logging.LogRecord]:
         return [record for record in caplog.records if record.message == event]
 
-    monkeypatch.setattr(target_servicer, "_TRANSLATION", target_servicer._TRANSLATION)  # as it is, in the end
+    monkeypatch.setattr(target_servicer, "TRANSLATION", target_servicer.TRANSLATION)  # as it is, in the end
     async with fleet(FakeTarget(), FakeTarget(), FakeDraft()) as (client, _, coordinator):
         arm(coordinator.replicas, throw)
         assert (await complete(client, REQUEST)).token_ids == EXPECTED

@@ -469,13 +469,13 @@ async def test_preempted_sequences_that_lead_keep_their_text(method: str, tmp_pa
 
 
 async def test_a_head_without_pages_costs_no_text(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    divide = loading._divide_memory
+    divide = loading.divide_memory
 
     def starved(*arguments: Any) -> Any:
         head, target = divide(*arguments)
         return replace(head, kv_cache_bytes=16384), target
 
-    monkeypatch.setattr(loading, "_divide_memory", starved)
+    monkeypatch.setattr(loading, "divide_memory", starved)
     prompts = [(*prompt * 20,)[:80] for prompt in PROMPTS]
     requests = [replace(GREEDY, prompt=prompt) for prompt in prompts]
     async with (

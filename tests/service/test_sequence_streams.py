@@ -277,7 +277,7 @@ async def test_a_broken_stream_ends_its_sequences_and_later_ones_get_a_new_strea
 
 async def test_an_old_stream_accepts_no_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     async with ends() as both:
-        monkeypatch.setattr("tandem_coordinator.transport.streams._MAX_SECONDS", 0.0)
+        monkeypatch.setattr("tandem_coordinator.transport.streams.MAX_STREAM_SECONDS", 0.0)
         first, second = both.sequences(2)
         assert await first.ask(1) == 1
         assert await second.ask(2) == 2

@@ -30,7 +30,7 @@ from tandem.v1.target_pb2 import (
     VerifyRequest,
     VerifyResponse,
 )
-from tandem_coordinator.transport.conformance.target import CHECKS, check_target_service
+from tandem_coordinator.transport.conformance.target import SUITE
 from tandem_draft.proposers.ngram import ngram_proposer
 from tests.commands import run_here
 from tests.service.engines import Faults, FaultyTarget, model_free, target
@@ -40,8 +40,8 @@ from tests.service.test_own_heads import host, saved
 
 async def problems(address: str, seconds: float = 30.0) -> list[str]:
     async with grpc.aio.insecure_channel(address) as channel:
-        findings = await check_target_service(channel, seconds)
-    assert [each.check for each in findings] == list(CHECKS)
+        findings = await SUITE.check(channel, seconds)
+    assert [each.check for each in findings] == list(SUITE.checks)
     return [f"{each.check}: {each.detail}" for each in findings if each.severity is not Severity.OK]
 
 
@@ -458,7 +458,7 @@ async def test_the_command_passes_a_target_and_names_one_that_is_not_there(model
     async with target(model, Faults()) as (address, _):
         code, out, _ = await command("target", address)
     assert code == 0
-    assert f"{len(CHECKS)} checks: {len(CHECKS)} fine, 0 warnings, 0 problems" in out
+    assert f"{len(SUITE.checks)} checks: {len(SUITE.checks)} fine, 0 warnings, 0 problems" in out
     code, out, error = await command("target", address)
     assert (code, out, error.count("\n")) == (4, "", 1)
 
@@ -468,7 +468,7 @@ async def test_the_command_says_what_fails_in_json_too(model: LoadedModel) -> No
         code, out, _ = await command("target", address, "--json")
     report = json.loads(out)
     assert (code, report["conforms"]) == (1, False)
-    assert [each["check"] for each in report["findings"]] == list(CHECKS)
+    assert [each["check"] for each in report["findings"]] == list(SUITE.checks)
     assert {each["check"] for each in report["findings"] if each["severity"] != "ok"} == {"finish"}
 
 

@@ -42,7 +42,8 @@ class Administration:
 
     async def status(self) -> admin.Status:
         """State, load and replicas at this moment."""
-        replicas, stats = await self.replicas(), await self.stats()
+        replicas = await self.replicas()
+        stats = await self.stats()
         settings = self.live_config.current
         models = [each.model for each in replicas if each.model is not None]
         drafts = [each for each in replicas if each.role is Role.DRAFT]
@@ -97,7 +98,8 @@ class Administration:
 
     async def stats(self) -> admin.Stats:
         """Statistics since the start."""
-        completions, settings = self._completions, self.live_config.current
+        completions = self._completions
+        settings = self.live_config.current
         tokens = completions.requests.tokens
         total, by_rule = completions.stats.snapshot()
         return admin.Stats(

@@ -106,7 +106,8 @@ def _state(replica: ReplicaSnapshot, status: Status) -> Finding:
 
 
 def _replica(replica: ReplicaSnapshot, status: Status) -> Iterator[Finding]:
-    address, seconds = replica.address, replica.round_trip_seconds
+    address = replica.address
+    seconds = replica.round_trip_seconds
     yield _state(replica, status)
     version = "" if replica.model is None else replica.model.service_version
     if version and version != __version__:

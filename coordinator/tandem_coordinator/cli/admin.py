@@ -7,11 +7,11 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypedDict, TypeVar
 
 import typer
 from pydantic import Field, ValidationError
@@ -95,7 +95,7 @@ class WatchQuery(Query):
                         self.show(result, partial(view, result), is_one_of_many=True)
 
 
-def _suggested(
+def _suggest(
     metavar: str,
     text: str,
     ask: Callable[[AdminClient], Awaitable[Iterable[ResultT]]],
@@ -122,7 +122,7 @@ def _suggested(
 
 Address = Annotated[
     str,
-    _suggested(
+    _suggest(
         "ADDRESS",
         "host:port, as in the list.",
         AdminClient.replicas,
@@ -131,7 +131,7 @@ Address = Annotated[
 ]
 RequestId = Annotated[
     str,
-    _suggested(
+    _suggest(
         "ID",
         "The request's id, or its beginning.",
         AdminClient.requests,
@@ -197,6 +197,14 @@ async def resume(replica: Address, query: Query) -> None:
     await query.answer(lambda client: client.resume(replica), lambda resumed: views.replica_table([resumed]))
 
 
+class ServiceScope(TypedDict):
+    """Arguments that every change of services takes."""
+
+    replicas: Collection[str]
+    services: Credentials
+    timeout_seconds: float
+
+
 class ServiceQuery(Query):
     """A query that asks services themselves, with a token of theirs."""
 
@@ -216,18 +224,18 @@ class ServiceQuery(Query):
     """File whose first line is the admin token of the services."""
 
     @property
-    def services(self) -> Credentials:
-        """The connection's TLS, with the token of the services."""
+    def scope(self) -> ServiceScope:
+        """The services to change: those named, with the connection's TLS and the services' own token."""
         token = {"token": self.service_token, "token_file": self.service_token_file}
-        return Credentials.of(self.model_dump() | token)
+        return {
+            "replicas": self.replica,
+            "services": Credentials.of(self.model_dump() | token),
+            "timeout_seconds": self.timeout or CHANGE_TIMEOUT_SECONDS,
+        }
 
     async def change(self, ask: Callable[[AdminClient], Awaitable[dict[str, Weights]]]) -> None:
         """Ask, and show the weights that each replica has now."""
         await self.answer(ask, views.weights_view)
-
-    @property
-    def patience(self) -> float:
-        return self.timeout or CHANGE_TIMEOUT_SECONDS
 
 
 Who = Annotated[Role, typer.Argument(help="target or draft.")]
@@ -255,16 +263,7 @@ async def load(
     The services are called directly and need their own admin token. They check the weights before anything changes;
     where anything is wrong the old ones serve on.
     """
-    await query.change(
-        lambda client: client.load_weights(
-            role,
-            path,
-            replicas=query.replica,
-            in_flight=in_flight,
-            services=query.services,
-            timeout_seconds=query.patience,
-        )
-    )
+    await query.change(lambda client: client.load_weights(role, path, in_flight=in_flight, **query.scope))
 
 
 @command(admin, "target --level 2 --service-token-file token")
@@ -275,26 +274,13 @@ async def sleep(
     in_flight: InFlightOption = InFlight.FINISH,
 ) -> None:
     """Free the memory of targets or drafts until they are woken up. Requests wait for --target-wait-seconds."""
-    await query.change(
-        lambda client: client.sleep(
-            role,
-            level,
-            replicas=query.replica,
-            in_flight=in_flight,
-            services=query.services,
-            timeout_seconds=query.patience,
-        )
-    )
+    await query.change(lambda client: client.sleep(role, level, in_flight=in_flight, **query.scope))
 
 
 @command(admin, "target --service-token-file token")
 async def wake(role: Who, query: ServiceQuery) -> None:
     """End the sleep of targets or drafts."""
-    await query.change(
-        lambda client: client.wake_up(
-            role, replicas=query.replica, services=query.services, timeout_seconds=query.patience
-        )
-    )
+    await query.change(lambda client: client.wake_up(role, **query.scope))
 
 
 @command(requests, "-w")
@@ -444,7 +430,8 @@ async def _health(client: AdminClient) -> tuple[dict[str, Any], str]:
         status = await client.status()
         healthy = serving and status.state.completes
         ready = [shot.role for shot in status.replicas if shot.state is ReplicaState.READY]
-        targets, drafts = ready.count(Role.TARGET), ready.count(Role.DRAFT)
+        targets = ready.count(Role.TARGET)
+        drafts = ready.count(Role.DRAFT)
         known = {"state": status.state.value, "targets_ready": targets, "drafts_ready": drafts}
         words = [status.state.value, *([] if serving else words)]
         words += [f"{errors.plural(targets, 'target')} ready", f"{errors.plural(drafts, 'draft')} ready"]

@@ -17,15 +17,21 @@ import typer
 import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import (
+    EnvSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 from rich.console import Console, RenderableType
 from rich.table import Table
 from typer.core import TyperCommand
 from typer.models import ArgumentInfo, OptionInfo
 
 from tandem.config.help import kind
-from tandem.config.options import Options, allowed_range, flag, sentences, unknown_option
+from tandem.config.options import allowed_range, flag, sentences, unknown_option
 from tandem.config.rule import spell
+from tandem.config.sources import OwnSources
 from tandem.errors import ConfigurationError
 from tandem_coordinator.admin.plain import plain
 from tandem_coordinator.cli.main import CommandGroup
@@ -33,7 +39,7 @@ from tandem_coordinator.cli.main import CommandGroup
 # ---- options of verbs
 
 
-class VerbOptions(Options, BaseSettings):
+class VerbOptions(OwnSources):
     """A group of a verb's options, each a field with its help as its docstring.
 
     Typer splits the command line into words; this class knows types, defaults and variables. A `typer.Option` or
@@ -52,15 +58,9 @@ class VerbOptions(Options, BaseSettings):
     """Options that may be given several times."""
 
     @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        *others: PydanticBaseSettingsSource,
-        **named: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
+    def sources(cls, given: InitSettingsSource) -> tuple[PydanticBaseSettingsSource, ...]:
         """The command line, then the environment."""
-        return (init_settings, Variables(settings_cls))
+        return (given, Variables(cls))
 
     @classmethod
     def has_variable(cls, name: str) -> bool:
@@ -189,7 +189,9 @@ def as_text(*parts: RenderableType, width: int) -> str:
 def plain_table(*columns: str, title: str | None = None, title_style: str = "dim") -> Table:
     """A table without lines. A column whose name begins with > is aligned to the right."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.title, table.title_justify, table.title_style = title, "left", title_style
+    table.title = title
+    table.title_justify = "left"
+    table.title_style = title_style
     for name in columns:
         side: Literal["left", "right"] = "right" if name.startswith(">") else "left"
         table.add_column(name.removeprefix(">"), justify=side, no_wrap=True)

@@ -12,7 +12,7 @@ import typer
 import yaml
 from pydantic import AfterValidator, Field
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from tandem.clients.admin_client import DEFAULT_TIMEOUT_SECONDS, AdminClient
 from tandem.clients.client import DEFAULT_ADDRESS
@@ -141,23 +141,17 @@ class Connection(SavedConnection):
     """Seconds to wait for an answer. [default: 10; generate: no limit]"""
 
     @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        *others: PydanticBaseSettingsSource,
-        **named: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
+    def sources(cls, given: InitSettingsSource) -> tuple[PydanticBaseSettingsSource, ...]:
         """The command line, the environment and the context."""
-        given = init_settings()
-        if "token" in given:
+        words = given()
+        if "token" in words:
             # A file is stronger, and that of another source is not meant.
-            init_settings = InitSettingsSource(settings_cls, {"token_file": None} | given)
-        variables = Variables(settings_cls)
-        context = _Context(settings_cls)
-        if "context" in given:
-            return (init_settings, context, variables)
-        return (init_settings, variables, context)
+            given = InitSettingsSource(cls, {"token_file": None} | words)
+        variables = Variables(cls)
+        context = _Context(cls)
+        if "context" in words:
+            return (given, context, variables)
+        return (given, variables, context)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -183,14 +177,16 @@ Name = Annotated[str, typer.Argument(help="The context's name.")]
 @command(context, "")
 def list_contexts(output: OutputOptions) -> None:
     """List the contexts; the current one is marked."""
-    contexts, entries = read_contexts(), []
+    contexts = read_contexts()
+    entries = []
     table = plain_table("", "NAME", "ADDRESS", "TLS", "TOKEN")
     for name, values in contexts.by_name.items():
         is_current = name == contexts.current
         shown = {each: value for each, value in values.items() if each != "token"}
         entries.append({"name": name, "current": is_current} | shown)
         by_tls = values.get("tls") or "tls_ca_file" in values or "tls_cert_file" in values
-        address, token_file = values.get("address", DEFAULT_ADDRESS), values.get("token_file", "")
+        address = values.get("address", DEFAULT_ADDRESS)
+        token_file = values.get("token_file", "")
         table.add_row("*" if is_current else "", name, address, "yes" if by_tls else "no", token_file)
     output.show(entries, lambda: table)
 

@@ -66,7 +66,7 @@ async def examine(connection: Connection) -> tuple[list[Finding], int]:
             diagnosis = await client.diagnose()
             took = time.perf_counter() - began
     except TandemError as error:
-        return [*findings, refused(where, error)], exit_code(error)
+        return [*findings, report_refusal(where, error)], exit_code(error)
     findings += [distance(round_trip), version(diagnosis), clock(before, took, diagnosis.time)]
     findings += diagnosis.findings
     has_problem = any(finding.severity is Severity.PROBLEM for finding in findings)
@@ -111,7 +111,7 @@ def transport(where: Endpoint) -> Finding:
     return Finding.warning("TLS", "prompts, completions and the token travel in plain text", advice)
 
 
-def refused(where: Endpoint, error: TandemError) -> Finding:
+def report_refusal(where: Endpoint, error: TandemError) -> Finding:
     """Reason why the coordinator could not be asked, though it is there."""
     check, advice = "answer", ""
     if isinstance(error, UnauthenticatedError | PermissionDeniedError):
@@ -239,11 +239,11 @@ async def doctor_draft(
     Exits 0 when all checks pass, 1 when one fails, 2 for a service of another kind, 4 when it cannot be reached.
     """
     # Only where it is asked for
-    from tandem_coordinator.transport.conformance.draft import check_draft_service
+    from tandem_coordinator.transport.conformance.draft import SUITE
     from tandem_coordinator.transport.draft_client import DraftClient
 
     async with _open_service(address, service) as channel:
-        findings = await check_draft_service(channel, service.timeout)
+        findings = await SUITE.check(channel, service.timeout)
         target = None
         if service.target is not None:
             target = await _target_info(service.target, service)
@@ -307,8 +307,8 @@ async def doctor_target(
     Exits 0 when all checks pass, 1 when one fails, 2 for a service of another kind, 4 when it cannot be reached.
     """
     # Only where it is asked for
-    from tandem_coordinator.transport.conformance.target import check_target_service
+    from tandem_coordinator.transport.conformance.target import SUITE
 
     async with _open_service(address, service) as channel:
-        findings = await check_target_service(channel, service.timeout)
+        findings = await SUITE.check(channel, service.timeout)
     _show_conformance(findings, output)

@@ -80,7 +80,8 @@ class Record:
 
     def as_dict(self) -> dict[str, object]:
         """The result of `--json`."""
-        whole, summary = self.whole, self.summary
+        whole = self.whole
+        summary = self.summary
         return {
             "text": whole.text,
             "token_ids": whole.token_ids,

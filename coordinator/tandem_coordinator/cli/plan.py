@@ -78,7 +78,7 @@ class StepTimes:
         target = ServiceSpeed(_profile(self.verify_seconds, self.per_8_rows), self.round_trip_seconds)
         draft = ServiceSpeed(_profile(self.draft_step_seconds, self.per_8_rows), self.round_trip_seconds)
         steps = CostModel(target, draft).predict_steps(batch, max_tokens)
-        return Rounds(steps, _extended(self.acceptance_rates, max_tokens))
+        return Rounds(steps, _extend(self.acceptance_rates, max_tokens))
 
 
 def _profile(seconds: float, per_8_rows: float) -> StepProfile:
@@ -115,7 +115,7 @@ class Rounds:
         return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
 
 
-def _extended(rates: Sequence[float], count: int) -> list[float]:
+def _extend(rates: Sequence[float], count: int) -> list[float]:
     """The first `count` rates, where the last one is known to hold for all after it."""
     known = rates[:count]
     return [*known, *[rates[-1]] * (count - len(known))]
@@ -136,7 +136,7 @@ def measured_rounds(decision: SpeculationDecision, mapping: str = "", *, has_hea
         questions = to_target + to_draft if count else to_target
         verify.append(max(seconds - count * decision.draft_step_seconds - questions, 1e-9))
     steps = StepSeconds(verify, decision.draft_step_seconds, to_target, to_draft, has_head=has_head)
-    return Rounds(steps, _extended(decision.acceptance_rates, len(verify) - 1), mapping)
+    return Rounds(steps, _extend(decision.acceptance_rates, len(verify) - 1), mapping)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +288,7 @@ class Fleet:
     @property
     def tokens_per_round(self) -> float:
         """Expected tokens of a client's round."""
-        return expected_tokens(_extended(self.times.acceptance_rates, self.proposed))[-1]
+        return expected_tokens(_extend(self.times.acceptance_rates, self.proposed))[-1]
 
     def together_seconds(self, batch: float) -> float:
         """Seconds of a round where a target and its draft take turns on one device, with so many clients."""
@@ -734,7 +734,8 @@ def plan_view(plans: Sequence[BatchPlan]) -> RenderableType:
 
 
 def _words(found: BatchPlan) -> Iterator[str]:
-    best, break_even = "the target alone", found.break_even_acceptance
+    best = "the target alone"
+    break_even = found.break_even_acceptance
     if found.best_tokens:
         best = f"{found.best_speedup:.2f}x with K = {found.best_tokens}"
     pays = "drafting would not pay even if every token were accepted"

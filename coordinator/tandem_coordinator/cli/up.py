@@ -420,7 +420,8 @@ def _draft(options: UpOptions, shared: Mapping[str, Any]) -> _Drafting:
     shared_method = names.canonical_method(str(shared.get("speculative_method", "")))
     if method is None and checkpoint is None and shared_method in names.BOUND_METHODS:
         # The target hosts such a draft, so that no draft service has a use for the method.
-        method, checkpoint = shared_method, shared.get("draft_model_path")
+        method = shared_method
+        checkpoint = shared.get("draft_model_path")
     if method in names.OWN_METHODS:
         if options.draft is not None:
             raise ConfigurationError(
@@ -598,7 +599,7 @@ class _Cluster:
         self._progress.start()
         self._tell(f"starting {' and '.join(self._models)}")
         with stop_signals(before_end=self._kill) as stopping, suppress(CancelledByEventError):
-            await unless(self._stopped(stopping), self._serve())
+            await unless(self._wait_for_stop(stopping), self._serve())
 
     def _tell(self, news: str) -> None:
         """A bar shows all phases; elsewhere each has a line when it begins."""
@@ -612,7 +613,7 @@ class _Cluster:
         self._phases = {}
         self._progress.stop()
 
-    async def _stopped(self, stopping: asyncio.Event) -> None:
+    async def _wait_for_stop(self, stopping: asyncio.Event) -> None:
         await stopping.wait()
         self._end_phases()
         announce(

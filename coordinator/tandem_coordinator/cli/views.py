@@ -143,7 +143,8 @@ def weights_view(by_address: Mapping[str, Weights]) -> RenderableType:
 
 def replica_view(replica: ReplicaSnapshot) -> RenderableType:
     """Everything about one replica and its model."""
-    stats, model = replica.figures, replica.model
+    stats = replica.figures
+    model = replica.model
     is_ready = replica.state is ReplicaState.READY and not replica.reason
     facts: dict[str, RenderableType] = {
         "role": replica.role.value,
@@ -328,7 +329,9 @@ def _acceptance(stats: SpeculationStats) -> str:
 
 
 def _ahead(stats: SpeculationStats) -> dict[str, str]:
-    ahead, lead, facts = stats.ahead, stats.lead, {}
+    ahead = stats.ahead
+    lead = stats.lead
+    facts = {}
     if lead.rounds:
         wasted = percent(lead.wasted, stats.rounds + lead.wasted)
         facts["run ahead"] = f"{count_of(lead.rounds, 'round')} begun early; {wasted} of all rounds wasted"

@@ -80,7 +80,8 @@ class StopStrings:
         return text[: len(text) - held]
 
     def finish(self) -> str:
-        text, self._held = self._held, ""
+        text = self._held
+        self._held = ""
         return text
 
 
@@ -176,7 +177,8 @@ class Completion:
     def __post_init__(self, prompt: tuple[int, ...]) -> None:
         self.token_ids = list(prompt)
         """Prompt and committed tokens."""
-        self._prompt_length, limits = len(prompt), self._limits
+        self._prompt_length = len(prompt)
+        limits = self._limits
         self._end_token_ids = frozenset((*limits.eos_token_ids, *limits.stop_token_ids))
         self.room = min(limits.max_length - len(prompt), limits.max_tokens)
         """Number of tokens that may still be committed."""
@@ -321,7 +323,8 @@ class Completion:
         )
 
     def _stop(self, reason: str | int | None) -> None:
-        self.finish_reason, self._stop_reason = FinishReason.STOP, reason
+        self.finish_reason = FinishReason.STOP
+        self._stop_reason = reason
 
     def _remaining_text(self) -> str:
         if self._stop_strings.found is not None:

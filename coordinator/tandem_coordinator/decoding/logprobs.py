@@ -72,7 +72,8 @@ def token_probs(own: Round, index: int, token_id: int) -> tuple[float, float]:
 
     A draft that sends no distribution, and a row of one token, say nothing; nor is there a draft behind the proposal.
     """
-    distributions, row = own.proposal.distributions, own.verification.rows[index]
+    distributions = own.proposal.distributions
+    row = own.verification.rows[index]
     drafted = targeted = math.nan
     if index < len(distributions):
         drafted = float(distributions[index].probs[distributions[index].token_ids == token_id].sum())

@@ -41,7 +41,8 @@ def check_models(deployment: Deployment) -> None:
 
 @rule("`speculative_method`, when set, is what the draft service drafts by.")
 def _drafting_method(deployment: Deployment) -> Iterator[str]:
-    method, draft = deployment.config.speculative_method, deployment.draft
+    method = deployment.config.speculative_method
+    draft = deployment.draft
     if method is None:
         return
     if draft is None:
@@ -77,7 +78,8 @@ def _obstacles(deployment: Deployment) -> Iterator[str]:
 
 @rule("The draft model has as many ids as a target that names no tokenizer.")
 def _vocabulary_size(deployment: Deployment) -> Iterator[str]:
-    draft, target = deployment.draft_model, deployment.target
+    draft = deployment.draft_model
+    target = deployment.target
     if draft is None or draft.vocabulary_size == target.vocabulary_size or target.tokenizer_hash:
         return
     yield (
@@ -91,7 +93,8 @@ def _vocabulary_size(deployment: Deployment) -> Iterator[str]:
     "Draft model and target have one tokenizer, or `vocabulary_mapping` is not `off` and the draft can map."
 )
 def _tokenizer(deployment: Deployment) -> Iterator[str]:
-    draft, target = deployment.draft_model, deployment.target
+    draft = deployment.draft_model
+    target = deployment.target
     if draft is None or draft.tokenizer_hash == target.tokenizer_hash:
         return
     for obstacle in _obstacles(deployment):
@@ -112,7 +115,8 @@ def check_coverage(config: SpeculativeConfig, draft: ModelInfo, coverage: Covera
 
 @rule("Draft and target share `max_length`.")
 def _shared_max_length(deployment: Deployment) -> Iterator[str]:
-    draft, target = deployment.draft, deployment.target
+    draft = deployment.draft
+    target = deployment.target
     # 0: the service has no limit.
     if draft is None or draft.max_length in (0, target.max_length):
         return
@@ -125,7 +129,8 @@ def _shared_max_length(deployment: Deployment) -> Iterator[str]:
 
 @rule("`max_length`, when the coordinator has it, is what the target serves.")
 def _configured_max_length(deployment: Deployment) -> Iterator[str]:
-    configured, target = deployment.config.max_length, deployment.target
+    configured = deployment.config.max_length
+    target = deployment.target
     if configured not in (None, target.max_length):
         yield (
             f"max_length is {configured} for the coordinator and {target.max_length} for the target {target.name}; "
@@ -135,11 +140,13 @@ def _configured_max_length(deployment: Deployment) -> Iterator[str]:
 
 @rule("`draft_tensor_parallel_size` is 1 or the target's, and the draft's own.")
 def _tensor_parallel_size(deployment: Deployment) -> Iterator[str]:
-    draft, target = deployment.draft_model, deployment.target
+    draft = deployment.draft_model
+    target = deployment.target
     if draft is None:
         return
     configured = deployment.config.draft_tensor_parallel_size
-    wanted, allowed = configured or draft.tensor_parallel_size, {1, target.tensor_parallel_size}
+    wanted = configured or draft.tensor_parallel_size
+    allowed = {1, target.tensor_parallel_size}
     if wanted not in allowed:
         words = " or ".join(map(str, sorted(allowed)))
         yield f"draft_tensor_parallel_size is {wanted}; it must be {words}: 1 or the target's"

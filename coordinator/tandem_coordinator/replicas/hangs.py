@@ -49,7 +49,8 @@ class FadingMaximum:
         if self.value is not None:
             # A slow answer loses half of its weight in a minute
             measured = max(measured, self.value * 0.5 ** ((now - self._at) / 60.0))
-        self.value, self._at = measured, now
+        self.value = measured
+        self._at = now
 
 
 class VerificationTimes:

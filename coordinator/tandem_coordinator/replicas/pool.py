@@ -359,7 +359,8 @@ class Member(Generic[ClientT]):
             self._become(ReplicaState.DOWN, reason)
 
     def _become(self, state: ReplicaState, reason: str) -> None:
-        was, self._reason = self._state, reason
+        was = self._state
+        self._reason = reason
         if state is was:
             return
         self._state = state
@@ -389,7 +390,8 @@ class Member(Generic[ClientT]):
         old = self._channel
         self._channel = open_channel(self.address, limit, self._credentials, SERVICE_OPTIONS)
         self._opened_with = wanted
-        before, self._client = self._client, self._pool.make_client(self._channel)
+        before = self._client
+        self._client = self._pool.make_client(self._channel)
         if isinstance(self._client, DraftClient) and isinstance(before, DraftClient):
             self._client.load = before.load
         if old is not None:
@@ -544,7 +546,8 @@ class Pool(Generic[ClientT]):
             if found not in self.members:
                 self.members[found] = Member(found, address, self)
         for found, member in [*self.members.items()]:
-            was_missed, member.is_missed = member.is_missed, found not in wanted
+            was_missed = member.is_missed
+            member.is_missed = found not in wanted
             if member.is_missed is not was_missed:
                 if found not in self.drained:
                     member.notify_change()

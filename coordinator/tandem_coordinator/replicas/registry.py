@@ -74,7 +74,8 @@ class ReplicaRegistry:
         assert self.fleet.target is not None
         if self.drafts.addresses:
             await self.drafts.start()
-            seconds, alone = self._settings.start_timeout_seconds, self._settings.start_without_draft
+            seconds = self._settings.start_timeout_seconds
+            alone = self._settings.start_without_draft
             try:
                 await self._first(self.drafts, min(seconds, alone), waits)
             except ServiceUnavailableError as error:
@@ -86,7 +87,8 @@ class ReplicaRegistry:
 
     async def _map_vocabulary(self, client: DraftClient, draft: ModelInfo) -> Coverage | None:
         """Give a draft the target's tokenizer, where it has another one."""
-        target, member = self.fleet.target, self.targets.choose()
+        target = self.fleet.target
+        member = self.targets.choose()
         assert target is not None, "drafts are reached after the first target"
         if not needs_mapping(draft, target):
             return None

@@ -129,7 +129,8 @@ class ChunkQueue:
         if self._pause is not None:
             self._pause.cancel()
             self._pause = None
-        chunks, self._held = self._held, []
+        chunks = self._held
+        self._held = []
         return chunks[0] if len(chunks) == 1 else Chunk.join(chunks)
 
     def _check_pause(self) -> None:

@@ -17,7 +17,14 @@ from llguidance import LLMatcher, LLTokenizer
 from tandem.bounded.process import BoundedProcess, JobError
 from tandem.bounded.worker import work
 from tandem.errors import InvalidRequestError
-from tandem.model.grammar import Grammars, GrammarState, definition, grammar_limits, refused, try_first_step
+from tandem.model.grammar import (
+    Grammars,
+    GrammarState,
+    definition,
+    grammar_limits,
+    make_refusal,
+    try_first_step,
+)
 from tandem.model.types import Grammar, GrammarKind
 
 
@@ -53,7 +60,7 @@ class CheckedGrammars:
         try:
             answer = await self._process.answer({"kind": grammar.kind.value, "source": grammar.source})
         except JobError as error:
-            return str(refused(grammar, f"it {error}"))
+            return str(make_refusal(grammar, f"it {error}"))
         return str(answer.get("refused", ""))
 
     def close(self) -> None:
@@ -71,7 +78,7 @@ def _try_grammar(tokenizer: LLTokenizer, job: Any) -> dict[str, Any]:
     except InvalidRequestError as error:
         return {"refused": str(error)}
     try_first_step(matcher)
-    return {"refused": str(refused(grammar, matcher.get_error()))} if matcher.is_error() else {}
+    return {"refused": str(make_refusal(grammar, matcher.get_error()))} if matcher.is_error() else {}
 
 
 if __name__ == "__main__":

@@ -232,7 +232,8 @@ class Plan:
 
     def draft_options(self, ahead: AheadBudget | None = None, client: str = "") -> DraftOptions:
         """Options with which it opens on a draft, with the most that it may draft ahead and the client's address."""
-        strategy, mapping = self.rule.strategy, self.settings.vocabulary_mapping
+        strategy = self.rule.strategy
+        mapping = self.settings.vocabulary_mapping
         return DraftOptions(
             request_id=self.request_id,
             sampling=self.sampling,

@@ -76,12 +76,14 @@ class RequestRunner:
         """State of the last request that could speculate and has ended."""
 
     def connect(self, replicas: ReplicaRegistry, models: Models) -> None:
-        self.replicas, self._models = replicas, models
+        self.replicas = replicas
+        self._models = models
 
     @property
     def models(self) -> Models:
         """The models that complete requests now: a draft may join after the start."""
-        models, draft = self._models, self.replicas.fleet.draft
+        models = self._models
+        draft = self.replicas.fleet.draft
         if models.draft is not draft:
             models = self._models = replace(models, draft=draft)
         return models
@@ -277,7 +279,7 @@ class RequestRunner:
         """Count what is known only once the rounds of a request have ended."""
         stats = active.stats
         self.stats.led(active.plan.rule.name, stats.lead)
-        observer.counted(stats, active.target.cache)
+        observer.record_statistics(stats, active.target.cache)
 
     def _why_alone(self, plan: Plan) -> str:
         if not self.replicas.drafts.addresses and plan.models.draft is None:

@@ -252,7 +252,7 @@ def _join_values(values: Sequence[str]) -> str:
 def adjustments_of(
     request: GenerationRequest, target: ModelInfo, forbidden_sequences: tuple[tuple[int, ...], ...] = ()
 ) -> LogitAdjustments:
-    """What a request changes in the target's logits.
+    """The changes that a request makes to the target's logits.
 
     As in vLLM, `min_tokens` suppresses the model's end-of-sequence ids even where `ignore_eos` permits them.
     """

@@ -272,7 +272,8 @@ class StatsLog:
     def led(self, rule: str, lead: LeadStats) -> None:
         """Count what targets did before they were asked for a request under `rule`, which has ended."""
         own = self._by_rule[rule].lead
-        own.rounds, own.wasted = own.rounds + lead.rounds, own.wasted + lead.wasted
+        own.rounds = own.rounds + lead.rounds
+        own.wasted = own.wasted + lead.wasted
 
     def snapshot(self) -> tuple[SpeculationStats, dict[str, SpeculationStats]]:
         """Statistics since the start, in total and per rule, as they are now."""

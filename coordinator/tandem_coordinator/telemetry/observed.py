@@ -198,13 +198,14 @@ class ObservedRequest(RequestObserver):
             self._rounds_left -= 1
             self._trace_round(result)
 
-    def counted(self, stats: SpeculationStats, cache: CacheCounts | None) -> None:
+    def record_statistics(self, stats: SpeculationStats, cache: CacheCounts | None) -> None:
         self._stats = stats
         self._cache = cache
 
     def finished(self, error: BaseException | None) -> None:
         now = time.perf_counter()
-        outcome, tokens = self._outcome(error), self._generated
+        outcome = self._outcome(error)
+        tokens = self._generated
         self._metrics.requests[outcome].inc()
         self._all.running.discard(self)
         self._all.ended_bytes.update(self.bytes())
@@ -360,7 +361,8 @@ async def probe_event_loop(observe: Callable[[float], None], interval_seconds: f
     a probe waits as long as an answer that comes at the same moment. A loop that is held up for long is probed all the
     while, so that a long wait counts as often as it deserves.
     """
-    loop, ended = asyncio.get_running_loop(), threading.Event()
+    loop = asyncio.get_running_loop()
+    ended = threading.Event()
 
     def woken(began: float) -> None:
         loop.call_soon(lambda: observe(time.perf_counter() - began))

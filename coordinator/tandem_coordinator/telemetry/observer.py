@@ -18,7 +18,7 @@ EventValue = str | int | float | bool
 CHAT = "chat"
 TEXT_COMPLETION = "text_completion"
 OPERATIONS = (TEXT_COMPLETION, CHAT)
-"""What clients ask for, in OpenTelemetry's words (`gen_ai.operation.name`)."""
+"""Kinds of request, in OpenTelemetry's words (`gen_ai.operation.name`)."""
 
 
 @dataclass(slots=True)
@@ -70,8 +70,8 @@ class RequestObserver:
     def event(self, name: str, attributes: Mapping[str, EventValue]) -> None:
         """Something happened: draft_lost, draft_late, draft_resumed, draft_paused, target_lost, target_resumed."""
 
-    def counted(self, stats: SpeculationStats, cache: CacheCounts | None) -> None:
-        """The statistics of all its rounds, and the part that its target's cache has played, where that is known.
+    def record_statistics(self, stats: SpeculationStats, cache: CacheCounts | None) -> None:
+        """Take the statistics of all its rounds, and the part that its target's cache has played, where that is known.
 
         Called at the end of the rounds, before `finished`.
         """

@@ -113,7 +113,9 @@ class PendingOutcomes:
         """A round begins that extends so many tokens by this proposal."""
         if budget is not None:
             self._granted += budget.token_count
-        self._base_length, self._proposed, self._budget = base_length, tuple(proposed), budget
+        self._base_length = base_length
+        self._proposed = tuple(proposed)
+        self._budget = budget
         self._ranks.clear()
         self._columns.clear()
         self._lead = ()
@@ -147,7 +149,8 @@ class PendingOutcomes:
         self._lead = drafted.lead_token_ids
         if self._arrived is not None:
             self._step.add(now - self._arrived)
-        self._arrived, self._draft_step = now, drafted.cost
+        self._arrived = now
+        self._draft_step = drafted.cost
         return True
 
     def outcome(self, token_ids: Sequence[int], now: float) -> Outcome:
@@ -208,8 +211,11 @@ class PendingOutcomes:
                 check_distribution(_SERVICE, token_id, distribution, self._vocabulary_size)
 
     def _wrong_shape(self, drafted: DraftedOutcomes, budget: AheadBudget) -> Iterator[str]:
-        depth, count, lead = drafted.depth, len(drafted.token_ids), len(drafted.lead_token_ids)
-        granted, known = budget.token_count, len(self._columns)
+        depth = drafted.depth
+        count = len(drafted.token_ids)
+        lead = len(drafted.lead_token_ids)
+        granted = budget.token_count
+        known = len(self._columns)
         if depth != known or depth >= granted:
             yield (
                 f"it pushed depth {depth} of its outcomes; depth {known} must follow, below the {granted} that were "
@@ -218,7 +224,8 @@ class PendingOutcomes:
         maximum = len(self._columns[-1].token_ids) if self._columns else budget.branch_count
         if not 0 < count <= maximum:
             yield f"it pushed {count} tokens at depth {depth}; it must be 1 to {maximum}"
-        accepted, following = drafted.accepted_counts, drafted.next_token_ids
+        accepted = drafted.accepted_counts
+        following = drafted.next_token_ids
         if len(accepted) != (count if depth == 0 else 0):
             yield f"it named {len(accepted)} outcomes with {count} tokens at depth {depth}; depth 0 alone names all"
         for each in accepted:
@@ -230,7 +237,8 @@ class PendingOutcomes:
             yield f"it is {lead} tokens ahead at depth {depth} of its outcomes; {granted} tokens were granted"
 
     def _wrong_tokens(self, drafted: DraftedOutcomes) -> Iterator[str]:
-        token_ids, lead = drafted.token_ids, drafted.lead_token_ids
+        token_ids = drafted.token_ids
+        lead = drafted.lead_token_ids
         before = self._columns[-1].token_ids if self._columns else token_ids
         if any(old == ENDED != new for old, new in zip(before, token_ids, strict=False)):
             yield "it went on with a continuation that it had ended"
@@ -379,7 +387,8 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
             await super().finish()
 
     def _check(self, proposal: Proposal, length: int, count: int) -> None:
-        vocabulary_size, with_token_logits = self._limits.vocabulary_size, self._options.with_token_logits
+        vocabulary_size = self._limits.vocabulary_size
+        with_token_logits = self._options.with_token_logits
         check_proposal(
             _SERVICE, proposal, length, count, vocabulary_size, with_token_logits=with_token_logits
         )

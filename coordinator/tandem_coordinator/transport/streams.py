@@ -31,7 +31,7 @@ from tandem_coordinator.transport.statuses import failure
 
 logger = logging.getLogger(__name__)
 
-_MAX_SECONDS = 60.0
+MAX_STREAM_SECONDS = 60.0
 """A stream older than this accepts no new sequences, so that a renewed access token comes into use."""
 FINISH_SECONDS = 0.5
 """How long a service may take to let go of a sequence before it is dropped. The end of a request waits for it."""
@@ -209,7 +209,7 @@ class _Stream(Generic[RequestT, AnswerT]):
         """Those that have sent something."""
         self.numbers = itertools.count(1)
         self.outbox: Outbox[RequestT | Finish | Cancel] = Outbox()
-        self.old_at = time.monotonic() + _MAX_SECONDS
+        self.old_at = time.monotonic() + MAX_STREAM_SECONDS
         self.is_over = False
         self.is_writing = False
         self._reading = asyncio.create_task(self._read())

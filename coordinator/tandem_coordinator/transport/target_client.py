@@ -342,7 +342,7 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
         self.is_new = True
         """True before the first answer."""
         self.cache: CacheCounts | None = None
-        """What the target's cache has meant for the sequence; None where it does not say."""
+        """Hits and preemptions of the target's cache for the sequence; None where it reports none."""
 
     async def verify(
         self, committed: Sequence[int], asked: Proposal | OwnHead, lead: Lead = NO_LEAD

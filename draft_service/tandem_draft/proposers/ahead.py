@@ -68,9 +68,11 @@ class AheadDrafter:
 
     def apply(self, step: ProposeStep) -> None:
         """Apply a step's delta, which fits the sequence; end the last round and learn its outcome."""
-        delta, token_ids = step.delta, self._token_ids
+        delta = step.delta
+        token_ids = self._token_ids
         token_ids[delta.base_length :] = delta.token_ids
-        last, self._round = self._round, None
+        last = self._round
+        self._round = None
         if last is not None:
             self._learn(last, token_ids[: len(token_ids) - step.proposed_count])
         while not self.pushed.empty():
@@ -173,7 +175,8 @@ class BranchDrafting:
         return max(min(tokens, self.drafter.engine.max_length - self.delta.length - tokens - 1), 0)
 
     def begin(self, logits: Tensor, room: int, lead: HeadStart | None) -> BranchStep | None:
-        drafter, trunk = self.drafter, self.trunk
+        drafter = self.drafter
+        trunk = self.trunk
         shared = None if trunk is None else trunk.tokens
         if trunk is not None:
             logits = trunk.rows(logits)
@@ -200,7 +203,8 @@ class BranchDrafting:
             and count * (tokens + 1) <= room
             and self.delta.length + led + tokens < drafter.engine.max_length
         )
-        self._token_count, self._max_depth = tokens, tokens + reads_last
+        self._token_count = tokens
+        self._max_depth = tokens + reads_last
         inputs = self._choose(ranking, count)
         self._branches = [
             Drafting(
@@ -295,7 +299,8 @@ class BranchDrafting:
             self._ready.append(self._take_depth(self._depth))
 
     def count_step(self, record: StepRecord) -> None:
-        ready, self._ready = self._ready, []
+        ready = self._ready
+        self._ready = []
         cost = StepCost(record.seconds, record.sequence_count, record.token_count)
         for each in ready:
             self.drafter.push(self, replace(each, cost=cost))
@@ -426,7 +431,8 @@ def _ranking(
 
     Without beliefs in the proposed tokens of these places, each one's share of its row's candidates is taken.
     """
-    ids, values = columns.tolist(), scores.tolist()
+    ids = columns.tolist()
+    values = scores.tolist()
     if not all(row[0] - row[0] == 0.0 for row in values):
         return None
     if trunk is not None:

@@ -88,7 +88,7 @@ class MappedSequence:
         proposal = await self.drafted.draw(delta, count, base_length, self.mapped.tokens, before)
         if self.mapped.tokens is not None:
             return proposal
-        written = self.mapped.vocabulary.retokenized(proposal.token_ids)[:wanted]
+        written = self.mapped.vocabulary.retokenize(proposal.token_ids)[:wanted]
         if self.grammar is not None and before is not None:
             written = written[: self.grammar.allowed_count(written)] if self.grammar.follow(before) else ()
         return Proposal(base_length, written, cost=proposal.cost)

@@ -176,7 +176,7 @@ class MappedTrunk:
         """The rows of `places`, of the tokens to draw among: from logits of the last `row_count` positions."""
         first = self.ends[self.places[0]]
         own = logits[[self.ends[place] - first for place in self.places]]
-        return own if self.tokens is None else self.tokens.restricted(own)
+        return own if self.tokens is None else self.tokens.restrict(own)
 
     def candidates(
         self, columns: Sequence[Sequence[int]], scores: Sequence[Sequence[float]]
@@ -204,7 +204,7 @@ class MappedTrunk:
 
     def said(self, draft_token_ids: Sequence[int], *, is_last: bool) -> tuple[int, ...]:
         """The target's tokens of what a branch says, while it goes on those before its last word."""
-        found = self._vocabulary.retokenized(draft_token_ids)
+        found = self._vocabulary.retokenize(draft_token_ids)
         if is_last:
             return found
         begins = [

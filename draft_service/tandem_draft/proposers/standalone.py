@@ -32,7 +32,9 @@ def load_standalone(
     """Load the model that the settings name."""
     folder = settings.checkpoint
     runner: ModelRunner
-    drafts_ahead, has_vocabularies, sampler = True, True, TORCH_SAMPLER
+    drafts_ahead = True
+    has_vocabularies = True
+    sampler = TORCH_SAMPLER
     model: EmbeddedModel[Engine[Drafting, Proposal]] | None = None
     if settings.uses_vllm:
         from tandem.engine_vllm.engine import load_vllm
@@ -113,7 +115,8 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
             and self.vocabularies is not None
         ):
             mapped, options = self.vocabularies.mapped(options)  # its tokens become the draft's
-        grammar, grammars = None, self.grammars if mapped is None else mapped.grammars
+        grammar = None
+        grammars = self.grammars if mapped is None else mapped.grammars
         if options.grammar is not None and grammars is not None:
             grammar = await grammars.open(options.grammar, options.scope)
         spare = 0 if options.ahead is None else options.ahead.branch_count * (options.ahead.token_count + 1)

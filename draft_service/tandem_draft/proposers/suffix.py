@@ -307,7 +307,8 @@ class SuffixTree:
 
     def _descend(self, tokens: array[int]) -> tuple[list[SuffixNode], int]:
         """The nodes on the way along a string, and how much of it is there. The last one's end may lie further on."""
-        path, depth = [self.root], 0
+        path = [self.root]
+        depth = 0
         while depth < len(tokens):
             children = path[-1].children
             child = children.get(tokens[depth]) if children else None
@@ -315,7 +316,8 @@ class SuffixTree:
                 break
             path.append(child)
             end = min(child.depth, len(tokens))
-            label, wanted = self._label(child, depth, end), tokens[depth:end]
+            label = self._label(child, depth, end)
+            wanted = tokens[depth:end]
             if label != wanted:
                 return path, depth + common_length(label, wanted)
             depth = end

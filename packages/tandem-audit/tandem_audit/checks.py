@@ -180,11 +180,17 @@ def _compare(name: str, pairs: Sequence[tuple[Completion, Completion]]) -> Check
 
 
 async def _streaming(server: Server) -> list[Check]:
-    prompts, wrong = PROMPTS[:4], 0
+    prompts = PROMPTS[:4]
+    wrong = 0
     for prompt in prompts:
         wrong += (await server.complete_one(prompt)).text != await server.stream(prompt, logprobs=None)
-    # A near tie may fall otherwise the second time; the check of a warm prefix cache tells that.
-    verdict = Verdict.OK if not wrong else Verdict.NOTE if wrong < len(prompts) else Verdict.FINDING
+    if not wrong:
+        verdict = Verdict.OK
+    elif wrong < len(prompts):
+        # A near tie may fall otherwise the second time; the check of a warm prefix cache tells that.
+        verdict = Verdict.NOTE
+    else:
+        verdict = Verdict.FINDING
     return [Check("greedy, streamed and whole", verdict, f"{wrong} of {len(prompts)} differ")]
 
 
@@ -197,7 +203,8 @@ async def _stops(server: Server) -> list[Check]:
     answers = await asyncio.gather(
         *(server.complete_one(prompt, max_tokens=64, stop=[stop]) for stop in stops)
     )
-    wrong, kept = [], 0
+    wrong = []
+    kept = 0
     for stop, answer in zip(stops, answers, strict=True):
         place = text.find(stop)
         past = len(answer.text) - place - len(stop)
@@ -218,7 +225,8 @@ async def _stops(server: Server) -> list[Check]:
 
 async def _seeds(server: Server) -> list[Check]:
     seeded = partial(server.complete_one, PROMPTS[2], temperature=1.0, seed=7)
-    first, second = await seeded(), await seeded()
+    first = await seeded()
+    second = await seeded()
     others = (server.complete_one(prompt, temperature=1.0) for prompt in PROMPTS[: _TOGETHER - 1])
     among, *_ = await asyncio.gather(seeded(), *others)
     found = []

@@ -194,7 +194,7 @@ class Server:
 
 
 @asynccontextmanager
-async def connected(
+async def connect(
     url: str,
     model: str | None,
     key: str | None,

@@ -16,7 +16,7 @@ import typer
 
 from tandem_audit import __version__
 from tandem_audit.errors import AuditError, UsageError
-from tandem_audit.progress import shown
+from tandem_audit.progress import show_progress
 from tandem_audit.report import acceptance_line, as_dict, html, strongest
 from tandem_audit.run import Audit, AuditOptions
 from tandem_audit.run import audit as run_audit
@@ -154,7 +154,7 @@ def audit(
     if as_json:
         _write(json.dumps(as_dict(result), indent=2, ensure_ascii=False) + "\n")
     else:
-        _write(told(result))
+        _write(format_audit(result))
     raise typer.Exit(1 if result.findings else 0)
 
 
@@ -163,7 +163,7 @@ def _reports(is_quiet: bool) -> Iterator[Callable[[str, float], None]]:
     if is_quiet:
         yield lambda words, share: None
         return
-    with shown(sys.stderr) as report:
+    with show_progress(sys.stderr) as report:
         yield report
 
 
@@ -191,7 +191,7 @@ def _object(name: str, words: str | None) -> Mapping[str, Any]:
     return value
 
 
-def told(result: Audit) -> str:
+def format_audit(result: Audit) -> str:
     """The checks, the strongest tests, and the verdict with its findings, for a person."""
     lines = _table(
         ("CHECK", "RESULT", "DETAIL"),

@@ -18,7 +18,7 @@ Report = Callable[[str, float], None]
 
 
 @contextmanager
-def shown(stream: TextIO) -> Iterator[Report]:
+def show_progress(stream: TextIO) -> Iterator[Report]:
     """Show on a stream what is reported, for as long as the `with` block takes; a bar vanishes with it."""
     if not stream.isatty():
         yield _lines(stream)

@@ -130,7 +130,8 @@ def bias_picture(tests: Sequence[TestResult]) -> str:
     step = (_WIDTH - _LEFT) / len(shown)
     body = _axis(middle, "0") + _text(_LEFT - 6, _TOP + 8, f"{limit:+.3f}", "end")
     for i, (test, error) in enumerate(shown):
-        x, y = _LEFT + (i + 0.5) * step, middle - test.excess * scale
+        x = _LEFT + (i + 0.5) * step
+        y = middle - test.excess * scale
         colour = _RED if test.adjusted_p is not None and test.adjusted_p < ALPHA / 2 else _BLUE
         body += f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 3.3 * error * scale:.1f}" '
         body += f'y2="{y + 3.3 * error * scale:.1f}" stroke="{colour}" stroke-width="2"/>'
@@ -145,7 +146,9 @@ def evidence_picture(audit: Audit) -> str:
     if not audit.path:
         return ""
     values = [max(-3.0, min(value, 3 * LEVEL)) for _, value in audit.path]
-    high, low, last = max(LEVEL, *values) * 1.1, min(-1.0, *values), audit.path[-1][0]
+    high = max(LEVEL, *values) * 1.1
+    low = min(-1.0, *values)
+    last = audit.path[-1][0]
 
     def y(value: float) -> float:
         return _TOP + (high - value) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)

@@ -27,7 +27,7 @@ from tandem_audit.checks import (
     temperature_is_raw,
     unless_refused,
 )
-from tandem_audit.client import Budget, Completion, Server, SpeculationCounts, asked_alike, connected
+from tandem_audit.client import Budget, Completion, Server, SpeculationCounts, asked_alike, connect
 from tandem_audit.errors import AuditError, BudgetError, UnreachableError, UsageError
 from tandem_audit.statistics import (
     ALPHA,
@@ -219,7 +219,7 @@ async def audit(
     end = began + options.minutes * 60
     budget = Budget(options.budget_requests, options.budget_tokens)
 
-    def told(words: str) -> None:
+    def report_check(words: str) -> None:
         of_time = (time.monotonic() - began) / max(end - began, 1e-9)
         report(words, min(1.0, max(of_time, budget.used_share)))
 
@@ -229,20 +229,21 @@ async def audit(
             places.append((url, options.reference_model, options.reference_key, options.reference_body))
         servers = [
             await stack.enter_async_context(
-                connected(*place, budget=budget, concurrency=options.concurrency, transport=transport)
+                connect(*place, budget=budget, concurrency=options.concurrency, transport=transport)
             )
             for place, transport in zip(places, transports, strict=False)
         ]
-        server, reference = servers[0], servers[1] if len(servers) > 1 else None
+        server = servers[0]
+        reference = servers[1] if len(servers) > 1 else None
         result = Audit(server.url, server.model, datetime.now(UTC).isoformat(timespec="seconds"))
         result.fields = {**server.optional, **server.body}
         before = await server.speculation()
         checks_end = began + _CHECKS_SHARE * options.minutes * 60
-        result.checks += await reproducibility(server, told, checks_end)
+        result.checks += await reproducibility(server, report_check, checks_end)
         after = await server.speculation()
         left = max(0.0, end - time.monotonic())
         if reference is not None:
-            told("reference")
+            report_check("reference")
             # Without log probabilities the rest of an audit has nothing to weigh.
             share = 0.3 if server.listed else 1.0
             with asked_alike(server, reference):
@@ -252,11 +253,12 @@ async def audit(
                 result.reference = await _two_samples(server, reference, options, until, tokens)
         if server.listed:
             modulus = (options.num_speculative_tokens or (len(after.per_position) if after else 0)) + 1
-            await _calibrate(server, options, result, modulus if modulus > 1 else None, end, told)
+            await _calibrate(server, options, result, modulus if modulus > 1 else None, end, report_check)
         if (last := await server.speculation()) is not None:
             result.speculation = last.since(before or SpeculationCounts())
     result.seconds = time.monotonic() - began
-    result.requests, result.tokens = budget.sent, budget.generated
+    result.requests = budget.sent
+    result.tokens = budget.generated
     return result
 
 
@@ -293,9 +295,9 @@ async def _calibrate(
             # What is asked for until then has come at the end
             until = min(end - server.slowest_seconds, time.monotonic() + left * share)
             tokens = _share(server.budget, share)
-            async with aclosing(_batches(sampled(server, options, until, tokens, fields), reader)) as batches:
+            async with aclosing(_batches(sample(server, options, until, tokens, fields), reader)) as batches:
                 async for steps in batches:
-                    conditional, count = expected(name, steps, is_raw)
+                    conditional, count = condition_steps(name, steps, is_raw)
                     removed += count
                     evidence.add(name, conditional)
                     total, log10 = evidence.path[-1]
@@ -315,23 +317,24 @@ async def _calibrate(
         detail = f"those of {reader.sums_above_one} positions add up to more than {_MAX_SUM:g}"
         result.checks.append(Check("probabilities", Verdict.FINDING, detail))
     result.tests = evidence.results()
-    result.path, result.max_log10 = evidence.path, evidence.max_log10
+    result.path = evidence.path
+    result.max_log10 = evidence.max_log10
     result.is_miscalibrated = evidence.is_finding
     result.detectable = evidence.calibrations[MAIN].detectable()
 
 
-def expected(name: str, steps: Steps, is_raw: bool) -> tuple[Steps, int]:
+def condition_steps(name: str, steps: Steps, is_raw: bool) -> tuple[Steps, int]:
     """The distribution that a look's tokens must have, given what the server reported, and how many tokens top-p should
     have removed. Raw probabilities are those before temperature and truncation."""
     if name == MAIN:
         return steps, 0
     if name == COLD or not is_raw:
-        return steps.restricted(steps.ids >= 0, TEMPERATURE if name == COLD and is_raw else 1.0), 0
+        return steps.restrict(steps.ids >= 0, TEMPERATURE if name == COLD and is_raw else 1.0), 0
     kept, out = kept_and_removed(steps.probs, TOP_P, _MARGIN)
     is_unlisted_out = steps.probs.sum(axis=1) > TOP_P + _MARGIN
     is_out = np.append(out, is_unlisted_out[:, None], axis=1)
     is_drawn_out = np.take_along_axis(is_out, steps.chosen[:, None], axis=1)[:, 0]
-    return steps.restricted(kept), int((is_drawn_out & steps.is_usable).sum())
+    return steps.restrict(kept), int((is_drawn_out & steps.is_usable).sum())
 
 
 async def _batches(
@@ -353,7 +356,7 @@ def _share(budget: Budget, share: float) -> int:
     return budget.generated + math.floor(share * (budget.tokens - budget.generated))
 
 
-async def sampled(
+async def sample(
     server: Server, options: AuditOptions, until: float, tokens: int, fields: Mapping[str, Any]
 ) -> AsyncGenerator[tuple[int, Completion], None]:
     """Completions with their prompts' places, in the order in which they were asked for.
@@ -437,7 +440,7 @@ async def _two_samples(
     found: list[tuple[int, bool, Completion]] = []
     short = replace(options, max_tokens=min(options.max_tokens, GRAM_TOKENS))
     # Side by side, so that a change in between would meet both.
-    sources = [sampled(each, short, until, limit, {"temperature": 1.0}) for each in (server, reference)]
+    sources = [sample(each, short, until, limit, {"temperature": 1.0}) for each in (server, reference)]
     while True:
         pair = [await anext(source, None) for source in sources]
         if pair[0] is None or pair[1] is None:
@@ -448,10 +451,12 @@ async def _two_samples(
     # Completions of server and reference together; fewer are not compared
     if len(found) < 20:
         return []
-    return compared(found)
+    return compare_completions(found)
 
 
-def compared(found: Sequence[tuple[int, bool, Completion]], permutations: int = 9_999) -> list[TestResult]:
+def compare_completions(
+    found: Sequence[tuple[int, bool, Completion]], permutations: int = 9_999
+) -> list[TestResult]:
     """Two-sample tests of first tokens, their pairs, pairs anywhere, lengths and reasons to end: of prompts' places,
     True for the reference, and completions."""
     kinds: dict[str, list[tuple[object, int]]] = {

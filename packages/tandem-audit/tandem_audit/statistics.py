@@ -65,7 +65,7 @@ class Steps:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def restricted(self, allowed: BoolArray, temperature: float = 1.0) -> Steps:
+    def restrict(self, allowed: BoolArray, temperature: float = 1.0) -> Steps:
         """The draw given that it fell among the allowed candidates [T, M], at another temperature: renormalised
         p ** (1 / temperature). This is exact without the normaliser over the whole vocabulary, which a server does not
         report."""
@@ -160,7 +160,8 @@ class Calibration:
     def __init__(self, is_brief: bool = False, modulus: int | None = None) -> None:
         """A brief one, for the shorter looks at other sampling parameters, has only the tests that need no position.
         The modulus is the length of a round in which everything is accepted: proposed tokens + 1, where it is known."""
-        self.is_brief, self._modulus = is_brief, modulus
+        self.is_brief = is_brief
+        self._modulus = modulus
         self.tokens = 0
         """Tokens weighed so far."""
         self._learnt = {base: np.zeros((2, _BUCKETS)) for base in ("token bias", "pair bias")}
@@ -220,7 +221,8 @@ class Calibration:
 
     def _functions(self, steps: Steps) -> dict[str, tuple[FloatArray, FloatArray]]:
         """Base functions: their values on the candidates [T, M] and on a token that is not listed [T], in [-1, 1]."""
-        probs, none = steps.probs, np.zeros(len(steps))
+        probs = steps.probs
+        none = np.zeros(len(steps))
         functions: dict[str, tuple[FloatArray, FloatArray]] = {}
         for name, rank in (("first choice", 1), ("first 2", 2), ("first 4", 4), ("first 8", 8)):
             # Equal probabilities count together: which of them a server lists first may depend on the draw.
@@ -241,7 +243,8 @@ class Calibration:
         """Each test: its name, the base function that it weighs, and its weights, in [-1, 1] and known before the token
         is drawn."""
         yield from ((name, name, 1.0) for name in (*_BROAD, "first 2", "first 4"))
-        first, index = steps.probs[:, 0], steps.index
+        first = steps.probs[:, 0]
+        index = steps.index
         for low, high in CONFIDENCES:
             is_within = (first > low) & (first <= high)
             yield f"first choice at confidence {low:g} to {high:g}", "first choice", is_within
@@ -279,7 +282,8 @@ class Calibration:
         visits = self._visits[self._buckets_before(steps)][:, None]
         usual = (self._seen[self._buckets(steps, "pair bias")] + steps.probs) / (visits + 1)
         ratios = (usual + _RARE) / (steps.probs + _RARE)
-        more, less = np.clip(-np.log(ratios) - 0.5, 0.0, 2.0) / 2, np.clip(ratios - 1, -1.0, 3.0) / 3
+        more = np.clip(-np.log(ratios) - 0.5, 0.0, 2.0) / 2
+        less = np.clip(ratios - 1, -1.0, 3.0) / 3
         is_listed = steps.ids >= 0
         return {_USUAL[0]: np.where(is_listed, more, 0.0), _USUAL[1]: np.where(is_listed, less, 0.0)}
 
@@ -313,7 +317,8 @@ def _moments(steps: Steps, values: FloatArray, unlisted: FloatArray) -> tuple[Fl
         np.concatenate([values, unlisted[:, None]], axis=1), steps.chosen[:, None], axis=1
     )[:, 0]
     mean = (steps.probs * values).sum(axis=1) + rest * unlisted
-    listed, other = values - mean[:, None], unlisted - mean
+    listed = values - mean[:, None]
+    other = unlisted - mean
     weighted = steps.probs * listed * listed
     variance = weighted.sum(axis=1) + rest * other * other
     third = (weighted * listed).sum(axis=1) + rest * other * other * other
@@ -334,7 +339,8 @@ def _find_copies(steps: Steps) -> IntArray:
     before = -2
     for i, (token, index) in enumerate(zip(steps.tokens.tolist(), steps.index.tolist(), strict=True)):
         if index == 0:
-            followers, before = {}, -2
+            followers = {}
+            before = -2
         found[i] = followers.get(before, -2)
         followers[before] = token
         before = token
@@ -344,7 +350,8 @@ def _find_copies(steps: Steps) -> IntArray:
 def _excess(steps: Steps) -> FloatArray:
     """The excess with which each candidate was drawn so far in its own completion, in [-1, 1]: noise that is used again
     favours the same tokens again. [T, M]."""
-    count, buckets = len(steps), 256
+    count = len(steps)
+    buckets = 256
     rows = np.broadcast_to(np.arange(count)[:, None], steps.ids.shape)
     columns = steps.ids & (buckets - 1)
     is_listed = (steps.ids >= 0) & steps.is_usable[:, None]

@@ -25,12 +25,12 @@ from starlette.routing import Route
 
 from tandem_audit import command, progress
 from tandem_audit.checks import Verdict, variation
-from tandem_audit.client import Budget, Completion, Server, connected, speculation_counts
-from tandem_audit.command import main, told
+from tandem_audit.client import Budget, Completion, Server, connect, speculation_counts
+from tandem_audit.command import format_audit, main
 from tandem_audit.errors import AnswerError, InvalidRequestError, RefusedError, UnreachableError, UsageError
-from tandem_audit.progress import shown
+from tandem_audit.progress import show_progress
 from tandem_audit.report import acceptance_line, as_dict, html
-from tandem_audit.run import Audit, AuditOptions, Reader, audit, compared
+from tandem_audit.run import Audit, AuditOptions, Reader, audit, compare_completions
 from tandem_audit.simulation.samplers import PROPOSED, RIGHT, Language, Sampler
 
 LANGUAGE, OTHER_LANGUAGE = Language.random(), Language.random(seed=6)
@@ -142,7 +142,7 @@ def test_two_samples(fault: str, differing: set[str]) -> None:
         found += [
             (int(place), bool(is_reference), each) for place, each in zip(contexts, completions, strict=True)
         ]
-    results = compared(found, permutations=999)
+    results = compare_completions(found, permutations=999)
     assert {test.name for test in results if (test.adjusted_p or 0.0) < 0.02} == differing
 
 
@@ -300,7 +300,7 @@ def _connected(
     transport: httpx2.MockTransport, key: str | None = None, url: str = URL, model: str | None = None
 ) -> AbstractAsyncContextManager[Server]:
     budget = Budget(100, 1000)
-    return connected(url, model, key, {}, budget=budget, concurrency=2, transport=transport)
+    return connect(url, model, key, {}, budget=budget, concurrency=2, transport=transport)
 
 
 async def _connect(transport: httpx2.MockTransport, key: str | None = None) -> str:
@@ -461,7 +461,7 @@ def test_the_command_says_what_it_found(run: Run, monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_person_is_shown_a_table_of_each_kind() -> None:
-    lines = told(await audited(Changed(), 6_000, Changed())).splitlines()
+    lines = format_audit(await audited(Changed(), 6_000, Changed())).splitlines()
     heads = [line.split("  ")[0] for line in lines if line.split("  ")[0].isupper()]
     assert heads == ["CHECK", "TEST", "AGAINST THE REFERENCE"]
     assert all(line == line.rstrip() for line in lines)
@@ -501,14 +501,14 @@ def test_progress_is_a_bar_in_a_terminal_and_a_line_now_and_then_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log = io.StringIO()
-    with shown(log) as report:
+    with show_progress(log) as report:
         report("reading", 0.1)
         monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
         report("sampling", 0.4)
     assert re.fullmatch(r"tandem-audit: sampling, 40% done after \d+ s\n", log.getvalue())
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
-    with shown(terminal) as report:
+    with show_progress(terminal) as report:
         report("sampling [1] tokens", 0.5)
     assert "tandem-audit" not in terminal.getvalue()
     assert terminal.getvalue().endswith("\x1b[2K"), "the line is erased"

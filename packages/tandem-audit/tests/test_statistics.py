@@ -8,8 +8,8 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
-from tandem_audit.run import COLD, MAIN, NUCLEUS, TEMPERATURE, TOP_P, expected
-from tandem_audit.simulation.__main__ import biased, biases, false_alarms, judged, sampler, simulated
+from tandem_audit.run import COLD, MAIN, NUCLEUS, TEMPERATURE, TOP_P, condition_steps
+from tandem_audit.simulation.__main__ import bias_sampler, biases, false_alarms, judge, sampler, simulate
 from tandem_audit.simulation.samplers import FAULTS, Language
 from tandem_audit.statistics import (
     ALPHA,
@@ -129,14 +129,14 @@ def test_positions_that_are_not_usable_count_nothing() -> None:
 
 def test_a_restricted_draw_is_exact_without_the_normaliser() -> None:
     steps = made(np.random.default_rng(6))
-    cold, _ = expected(COLD, steps, is_raw=True)
+    cold, _ = condition_steps(COLD, steps, is_raw=True)
     weights = steps.probs ** (1 / TEMPERATURE)
     np.testing.assert_allclose(cold.probs, weights / weights.sum(axis=1, keepdims=True))
     np.testing.assert_array_equal(cold.is_usable, steps.chosen < 5)
-    kept, _ = expected(NUCLEUS, steps, is_raw=True)
+    kept, _ = condition_steps(NUCLEUS, steps, is_raw=True)
     np.testing.assert_allclose(kept.probs.sum(axis=1), 1.0)
     assert ((kept.probs > 0).sum(axis=1) < 5).any()
-    assert expected(MAIN, steps, is_raw=True) == (steps, 0)
+    assert condition_steps(MAIN, steps, is_raw=True) == (steps, 0)
 
 
 def test_a_token_that_top_p_removes_is_counted() -> None:
@@ -150,9 +150,9 @@ def test_a_token_that_top_p_removes_is_counted() -> None:
         np.ones(4, bool),
     )
     # 0.5 + 0.29 is within the margin of 0.8, so nobody knows; after 0.85 it is.
-    assert expected(NUCLEUS, steps, is_raw=True)[1] == 0
+    assert condition_steps(NUCLEUS, steps, is_raw=True)[1] == 0
     more = replace(steps, probs=np.where(probs == 0.29, 0.35, probs))
-    assert expected(NUCLEUS, more, is_raw=True)[1] == 2
+    assert condition_steps(NUCLEUS, more, is_raw=True)[1] == 2
     assert TOP_P == 0.8
 
 
@@ -193,14 +193,14 @@ def test_permutation_p_is_exact_and_sees_a_difference() -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_planted_fault_is_found(fault: str) -> None:
-    evidence, removed = simulated(LANGUAGE, sampler(LANGUAGE, fault), 2, TOKENS.get(fault, 12_000), fault)
-    assert judged(evidence, removed) < ALPHA
+    evidence, removed = simulate(LANGUAGE, sampler(LANGUAGE, fault), 2, TOKENS.get(fault, 12_000), fault)
+    assert judge(evidence, removed) < ALPHA
 
 
 @pytest.mark.parametrize("bias", ["the first choice too often", "the draft mixed in"])
 def test_a_total_variation_of_0_0125_is_found_in_ten_minutes(bias: str) -> None:
-    evidence, removed = simulated(LANGUAGE, biased(LANGUAGE, BIASES()[bias]), 1)
-    assert judged(evidence, removed) < ALPHA
+    evidence, removed = simulate(LANGUAGE, bias_sampler(LANGUAGE, BIASES()[bias]), 1)
+    assert judge(evidence, removed) < ALPHA
 
 
 def test_right_samplers_are_not_accused() -> None:

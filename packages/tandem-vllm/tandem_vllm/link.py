@@ -238,7 +238,9 @@ class DraftedRow:
     async def _ask(
         self, place: OpenSequence[DraftClient, DraftSequence], wanted: int, batch: Batch
     ) -> Proposal:
-        sequence, placement, counts = place.sequence, self.placement, self._counts
+        sequence = place.sequence
+        placement = self.placement
+        counts = self._counts
         count = min(wanted, self._room(place.member))
         if count <= 0:
             return NOTHING

@@ -98,11 +98,13 @@ class WaysOfDrafting:
 
     def _plan_ways(self) -> Iterator[Way]:
         """The best way step after step, and between the pauses a trial of each of the others in turn."""
-        turns, pause = cycle(self._made), _FIRST_PAUSE
+        turns = cycle(self._made)
+        pause = _FIRST_PAUSE
         while True:
             yield from repeat(self.best, pause)
             yield from repeat(next(way for way in turns if way is not self.best), _TRIAL_STEPS)
-            before, self.best = self.best, max(self._made, key=self._speed)
+            before = self.best
+            self.best = max(self._made, key=self._speed)
             pause = _FIRST_PAUSE if self.best is not before else min(2 * pause, _LONGEST_PAUSE)
 
     def _speed(self, way: Way) -> float:
@@ -132,7 +134,8 @@ class WaySwitch:
     def begin_step(self, sequences: int) -> tuple[Way, AheadBudget | None]:
         """The way of the step that begins with so many sequences, and the budget of each for drafting ahead."""
         ways = self._by_size.setdefault(max(sequences, 1).bit_length(), WaysOfDrafting(self._ways))
-        last, self.way = self.way, ways.begin_step()
+        last = self.way
+        self.way = ways.begin_step()
         # A step after a change of ways is half of either.
         self._counted = ways if self.way is last else None
         return self.way, self._budget(sequences) if self.way is Way.AHEAD else None
@@ -410,7 +413,8 @@ class StepDrafter:
         if self._report is not None:
             self._report.waited(seconds)
         now = time.monotonic()
-        self._asked_at, self._answered_at = now - seconds, now
+        self._asked_at = now - seconds
+        self._answered_at = now
 
 
 def asks(parallel: Any) -> bool:
@@ -450,7 +454,10 @@ def salt_of(params: Any) -> str | None:
 def entries_of(proposals: Sequence[Proposal]) -> tuple[IntArray, IntArray, IntArray, Float32Array]:
     """Rows, tokens, ids and probabilities of a proposal for each row, as entries of a tensor of shape [rows, tokens,
     vocabulary] that is 0 elsewhere. A proposed token without a distribution is certain."""
-    rows, tokens, ids, probs = [_NO_IDS], [_NO_IDS], [_NO_IDS], [np.zeros(0, np.float32)]
+    rows = [_NO_IDS]
+    tokens = [_NO_IDS]
+    ids = [_NO_IDS]
+    probs = [np.zeros(0, np.float32)]
     for row, proposal in enumerate(proposals):
         for token, token_id in enumerate(proposal.token_ids):
             given = proposal.distributions[token] if token < len(proposal.distributions) else None

@@ -101,7 +101,8 @@ class TandemSpeculator(BaseSpeculator):  # type: ignore[misc]
         self, names: Sequence[str], places: Tensor, sampled: Tensor
     ) -> tuple[list[BatchRow], list[int]]:
         """The rows of vLLM's batch, and the last token of each. The only wait for the device."""
-        tokens, lengths = self._states.all_token_ids.gpu, self._states.total_len.gpu[places].long()
+        tokens = self._states.all_token_ids.gpu
+        lengths = self._states.total_len.gpu[places].long()
         width = self._tokens.shape[1] + 1  # a step adds no more
         tail = (lengths[:, None] - width + torch.arange(width, device=places.device)).clamp(min=0)
         known = torch.cat(
@@ -114,7 +115,8 @@ class TandemSpeculator(BaseSpeculator):  # type: ignore[misc]
             read: list[int] = tokens[places[row], start:length].tolist()
             return read
 
-        rows, last = [], []
+        rows = []
+        last = []
         for row, (length, count, *ids) in enumerate(known.tolist()):
             last.append(ids[-1])
             rows.append(BatchRow(names[row], count, partial(tokens_from, row, length, ids)))

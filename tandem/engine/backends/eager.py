@@ -53,7 +53,8 @@ class Group:
         # Wider blocks keep the kernel busy one sequence at a time
         if isinstance(part, BranchStep) or part.token_count != self.width or self.width > 32:
             return False
-        longest, count = max(self.longest, part.end), len(self.parts) + 1
+        longest = max(self.longest, part.end)
+        count = len(self.parts) + 1
         # Beyond so many superfluous keys another kernel call is cheaper (measured on a CPU, 8 heads of 32)
         if count * longest - (self._total + part.end) > count * 256:
             return False
@@ -66,7 +67,10 @@ class Group:
         self, layer: LayerCache, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
         """Attention of the group's part, [1, heads, group_tokens, dim]; see `AttentionStep.attend`."""
-        batch, width, heads, kv_heads = len(self.parts), self.width, query.shape[1], layer.keys.shape[2]
+        batch = len(self.parts)
+        width = self.width
+        heads = query.shape[1]
+        kv_heads = layer.keys.shape[2]
         repeats = heads // kv_heads
         is_explicit = bool(scoring.softcap or scoring.sinks is not None)
         span_key = layer.window, repeats, is_explicit  # layers that are alike share what they see
@@ -106,7 +110,8 @@ class Group:
         return found
 
     def _seen(self, window: int | None, repeats: int, is_explicit: bool) -> _Seen:
-        part, device = self.parts[0], self._model.device
+        part = self.parts[0]
+        device = self._model.device
         positions = [list(each.positions()) for each in self.parts]
         starts = [min(own) for own in positions]
         first = 0
@@ -126,7 +131,8 @@ class Group:
         if isinstance(part, Segment):
             hidden = keys > queries
         else:
-            behind, branches = slots - part.sequence.length, len(part.trunk_lengths)
+            behind = slots - part.sequence.length
+            branches = len(part.trunk_lengths)
             trunks = queries - part.depth
             own = (behind >= 0) & (behind % branches == torch.arange(self.width, device=device)[:, None])
             # Position of each slot's token in the branch that sees it.
@@ -150,7 +156,8 @@ class StepLayout(Packing):
             if not self._groups or not self._groups[-1].take(part):
                 self._groups.append(Group(part, model))
         super().__init__([part for group in self._groups for part in group.parts])
-        self._arena, self._model = arena, model
+        self._arena = arena
+        self._model = model
         self._writers = [PageWriter(self.spans(group), model.device) for group in range(arena.group_count)]
 
     def attend(
@@ -180,7 +187,9 @@ class StepLayout(Packing):
         layer_index: int = module.layer_idx  # type: ignore[assignment]
         layer = self._arena.layers[layer_index]
         self._writers[layer.group].write(layer, key.transpose(0, 1)[None], value.transpose(0, 1)[None])
-        outputs, first, token_start = [], 0, 0
+        outputs = []
+        first = 0
+        token_start = 0
         in_block = is_in_block.tolist()
         for segment in self.segments:
             count = sum(in_block[token_start : token_start + segment.token_count])
@@ -209,10 +218,12 @@ class SerialBackend(StepBackend):
     """Calls a model once for each segment, each seeing the arena as a transformers cache."""
 
     def __init__(self, model: LoadedModel, arena: KvArena) -> None:
-        self._model, self._arena = model, arena
+        self._model = model
+        self._arena = arena
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
-        logits, first = [], 0
+        logits = []
+        first = 0
         for segment in segments:
             wanted = [row - first for row in rows if 0 <= row - first < segment.token_count]
             logits.append(self._run(segment)[wanted])
@@ -220,7 +231,8 @@ class SerialBackend(StepBackend):
         return torch.cat(logits)
 
     def _run(self, segment: Segment) -> Tensor:
-        module, device = self._model.module, self._model.device
+        module = self._model.module
+        device = self._model.device
         writer = PageWriter([segment.span(0)], device)
         reader = PageReader([segment.sequence.table], 0, segment.end, device)
         cache = Cache(layers=[_ArenaLayer(layer, segment, writer, reader) for layer in self._arena.layers])
@@ -234,7 +246,10 @@ class SerialBackend(StepBackend):
 class _ArenaLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its base's hook for subclasses is untyped
     def __init__(self, storage: LayerCache, segment: Segment, writer: PageWriter, reader: PageReader) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._storage, self._segment, self._writer, self._reader = storage, segment, writer, reader
+        self._storage = storage
+        self._segment = segment
+        self._writer = writer
+        self._reader = reader
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -242,7 +257,8 @@ class _ArenaLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its base's 
         """Stores [1, kv_heads, tokens, dim] and returns a copy of all keys and values of the sequence."""
         self._writer.write(self._storage, key_states, value_states)
         end = self._segment.end
-        keys, values = self._reader.read(self._storage.keys), self._reader.read(self._storage.values)
+        keys = self._reader.read(self._storage.keys)
+        values = self._reader.read(self._storage.values)
         return keys[:, :, :end], values[:, :, :end]
 
     def get_seq_length(self) -> int:
@@ -258,7 +274,8 @@ class EagerBackend(StepBackend):
     can_branch = writes_behind_trunk = True
 
     def __init__(self, model: LoadedModel, arena: KvArena) -> None:
-        self._model, self._arena = model, arena
+        self._model = model
+        self._arena = arena
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
         model = self._model

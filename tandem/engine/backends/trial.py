@@ -104,8 +104,8 @@ class DistrustedError(Exception):
     """A replacement failed its trial; the text says how. Never leaves the engine."""
 
 
-def trusted(make: Callable[[], T], error_of: Callable[[T], float], limit: float) -> T:
-    """Makes a replacement and returns it if its error, in spreads, is at most `limit`."""
+def try_out(make: Callable[[], T], error_of: Callable[[T], float], limit: float) -> T:
+    """Make a replacement and return it if its error, in spreads, is at most `limit`."""
     try:
         made = make()
         error = error_of(made)
@@ -195,7 +195,8 @@ def trial_segments(arena: KvArena, vocabulary_size: int, lengths: SequenceOf[Len
     The sequences take turns for their pages, the last ones first: whoever reads pages in the order of the arena reads
     those of others. As in service, pages before a window may be those of others.
     """
-    cache, size = PagedCache(arena, reuses_prefixes=False), arena.page_tokens
+    cache = PagedCache(arena, reuses_prefixes=False)
+    size = arena.page_tokens
     segments = []
     for index, (past, count) in enumerate(lengths):
         sequence = Sequence(arena.tables(past + count), past + count, vocabulary_size)

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_SECONDS = 30.0
 """For the step in progress; steps of healthy engines take less (`tandem.engine.core.timing`)."""
-_WARM_UP_SECONDS = 5.0
+WARM_UP_SECONDS = 5.0
 """All sizes of a model of 200 million parameters on two cores; a larger one gets its small steps, whatever the time."""
 _PROFILED_SEQUENCES = (1, 2, 4, 8, 16, 32)
 _PROFILED_TOKENS = (1, 3, 5, 9)
@@ -165,9 +165,10 @@ class Engine(Generic[PayloadT, ResultT]):
         self, steps: SequenceOf[tuple[int, ...]], sequences: SequenceOf[Sequence]
     ) -> float:
         """Returns the largest number of tokens of a prepared step; infinity if all are prepared."""
-        ends = time.perf_counter() + _WARM_UP_SECONDS
+        ends = time.perf_counter() + WARM_UP_SECONDS
         for step in steps:
-            began, size = time.perf_counter(), sum(step)
+            began = time.perf_counter()
+            size = sum(step)
             await self._warm_step(sequences, step, size)
             ended = time.perf_counter()
             if size >= SMALL_STEP_TOKENS and ended + 2 * (ended - began) > ends:
@@ -178,7 +179,7 @@ class Engine(Generic[PayloadT, ResultT]):
         self, steps: SequenceOf[tuple[int, ...]], sequences: SequenceOf[Sequence]
     ) -> dict[tuple[int, int], float]:
         # Enough for all sizes of the demo pair; of a larger model the smallest are measured
-        ends = time.perf_counter() + _WARM_UP_SECONDS / 5
+        ends = time.perf_counter() + WARM_UP_SECONDS / 5
         found: dict[tuple[int, int], float] = {}
         for step in sorted(steps, key=sum):
             seconds = [
@@ -194,7 +195,8 @@ class Engine(Generic[PayloadT, ResultT]):
     ) -> float:
         """Runs a step of so many tokens of each sequence and returns its seconds. Another number than the last one's
         makes other tokens, or they would be known already."""
-        token_id, loop = number % self.model.info.vocabulary_size, asyncio.get_running_loop()
+        token_id = number % self.model.info.vocabulary_size
+        loop = asyncio.get_running_loop()
         jobs: list[Job[Any]] = [
             Job(sequence, Delta(0, (token_id,) * count), count if with_rows else 0, None)
             for sequence, count in zip(sequences, step, strict=False)
@@ -216,7 +218,8 @@ class Engine(Generic[PayloadT, ResultT]):
             raise InvalidRequestError(
                 f"A sequence of up to {max_length} tokens was asked for; this model serves 1 to {self.max_length}."
             )
-        places, shape = self._places, self._shape
+        places = self._places
+        shape = self._shape
         if not places.has_room(client) and places.waiting >= self._max_waiting:
             raise CapacityError(
                 f"{places.held} sequences are open and {places.waiting} requests are waiting, which is the most; try "
@@ -372,7 +375,8 @@ class Engine(Generic[PayloadT, ResultT]):
                     self._rejoin.wait(has_running=bool(self._running), is_stopping=lambda: self._is_stopping)
                 self._queued.extend(self._submitted)
                 self._submitted.clear()
-                asked, self._asked = self._asked, []
+                asked = self._asked
+                self._asked = []
                 if self._is_stopping:
                     return False
             # Before the jobs: a job that came later ends the background work of its sequence.
@@ -462,7 +466,8 @@ class Engine(Generic[PayloadT, ResultT]):
         """Delivers all results of a step at once: waking the event loop costs more than a result."""
         if self._ended or self._freed:
             self._tell(self._learn, self._ended, self._freed)
-            self._ended, self._freed = [], []
+            self._ended = []
+            self._freed = []
 
     # ---- on the thread: a step
 

@@ -178,7 +178,8 @@ class Leads:
         """The job of that number was asked for, and so many may begin behind it; returns the one that may now."""
         if (lead := self._leads.get(sequence)) is None:
             return None
-        lead.asked, lead.allowed = asked, asked + count
+        lead.asked = asked
+        lead.allowed = asked + count
         return self._next(lead)
 
     def end(self, sequence: Sequence) -> bool:
@@ -196,7 +197,8 @@ class Leads:
     def _next(self, lead: _LedJobs) -> Job[Any] | None:
         if lead.waiting is None or lead.begun >= lead.allowed:
             return None
-        job, lead.waiting = lead.waiting, None
+        job = lead.waiting
+        lead.waiting = None
         lead.begun += 1
         self.begun_count += 1
         return job

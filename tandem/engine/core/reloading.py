@@ -19,7 +19,7 @@ from tandem.model.types import ModelInfo, Weights
 EngineT = TypeVar("EngineT")
 
 _SAME = ("architecture", "vocabulary_size", "tokenizer_hash", "trained_length", "rope", "parameter_count")
-"""What replaced weights have in common with the present ones, by field of `ModelInfo`."""
+"""Fields of `ModelInfo` in which new weights must equal the present ones."""
 
 
 _CONTINUED = 16

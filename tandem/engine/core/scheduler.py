@@ -136,7 +136,7 @@ class PageScheduler:
             self.cache.trim(sequence)
 
 
-_PATIENCE = 0.3
+PATIENCE = 0.3
 """Share of a step's time for which the next one waits for the sequences that the step has answered.
 
 They return within a round trip, and a step without them costs nearly as much as one with them. Without any patience,
@@ -165,7 +165,7 @@ class RejoinWindow:
 
     def expect(self, sequences: Iterable[Sequence], began: float, ended: float) -> None:
         """A step from `began` to `ended` has answered these sequences, which do not know it yet."""
-        self._ends = ended + _PATIENCE * (ended - began)
+        self._ends = ended + PATIENCE * (ended - began)
         answered = {sequence for sequence in sequences if not sequence.is_released}
         self._due |= dict.fromkeys(answered, self._ends)
         self._missing = answered - self._late

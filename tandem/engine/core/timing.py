@@ -52,7 +52,8 @@ class StepWatchdog:
         self, fixed_seconds: float | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """A step may take `fixed_seconds`; None learns it."""
-        self._fixed_seconds, self._clock = fixed_seconds, clock
+        self._fixed_seconds = fixed_seconds
+        self._clock = clock
         self._slowest_token_seconds = 0.0
         # One attribute, so that a reader on another thread sees both or neither.
         self._running: tuple[float, int] | None = None
@@ -61,7 +62,8 @@ class StepWatchdog:
         self._running = self._clock(), token_count
 
     def end(self) -> None:
-        running, self._running = self._running, None
+        running = self._running
+        self._running = None
         if running is not None:
             began, token_count = running
             per_token = (self._clock() - began) / max(token_count, 1)

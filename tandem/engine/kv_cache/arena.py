@@ -38,7 +38,8 @@ class PageTable:
     def __init__(
         self, page_tokens: int, max_tokens: int, pages: Iterable[int] = (), window: int | None = None
     ) -> None:
-        self.page_tokens, self.window = page_tokens, window
+        self.page_tokens = page_tokens
+        self.window = window
         self._numbers = np.zeros(pages_for(max_tokens, page_tokens), dtype=np.int64)
         self.address: int = self._numbers.ctypes.data
         self.first = 0
@@ -98,7 +99,8 @@ class PageTable:
     def shorten(self, count: int) -> list[int]:
         """Keeps the first `count` pages and returns the others that it held, last first."""
         removed = self.pages[max(count, self.first) :][::-1]
-        self._count, self.first = min(self._count, count), min(self.first, count)
+        self._count = min(self._count, count)
+        self.first = min(self.first, count)
         return removed
 
     def drop_before(self, index: int) -> list[int]:
@@ -106,7 +108,8 @@ class PageTable:
         if index <= self.first:
             return []
         removed = self.pages[self.first : index]
-        self.first, self._count = index, max(self._count, index)
+        self.first = index
+        self._count = max(self._count, index)
         return removed
 
     def slots(self, start: int, end: int) -> np.ndarray:
@@ -359,7 +362,8 @@ class PageReader:
 
     def __init__(self, tables: SequenceOf[PageTable], start: int, end: int, device: torch.device) -> None:
         size = tables[0].page_tokens
-        first, count = start // size, pages_for(end, size)
+        first = start // size
+        count = pages_for(end, size)
         lists = [table.pages[first:count] or table.pages[-1:] for table in tables]
         padded = [pages + pages[-1:] * (count - first - len(pages)) for pages in lists]
         self._pages = torch.tensor(padded, device=device)

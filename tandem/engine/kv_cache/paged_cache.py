@@ -175,7 +175,8 @@ class PagedCache:
         return list(self._holders)
 
     def usage(self) -> KvUsage:
-        arena, pool = self._arena, self._pool
+        arena = self._arena
+        pool = self._pool
         counts = arena.page_count, arena.page_count - pool.available_count, pool.kept_count
         total, reserved, retained = (count * self._page_tokens // arena.group_count for count in counts)
         used = sum(sequence.computed_length for sequence in self.holders)
@@ -356,7 +357,8 @@ class PagedCache:
         """The most of the blocks after which a token finds all that it sees, in layers with a window as well."""
         if not self._has_windows:
             return len(blocks)
-        usable, own_count = 0, len(sequence.chains)
+        usable = 0
+        own_count = len(sequence.chains)
         whole_from = [0] * len(sequence.tables)  # the block behind the last one whose page is lost
         for end, block in enumerate(blocks, own_count + 1):
             lost = (page == NO_PAGE for page in block.pages)
@@ -372,7 +374,8 @@ class PagedCache:
         found = self._longest_beginning(sequence, sequence.token_ids[start : start + self._page_tokens])
         if found is None or end <= start:
             return
-        sources, count = found[0], min(found[1], end - start)
+        sources = found[0]
+        count = min(found[1], end - start)
         self._pool.touch(sources)
         if self._pool.available_count < 2 * len(sources):
             return  # a source itself might be taken
@@ -384,8 +387,10 @@ class PagedCache:
 
     def _longest_beginning(self, sequence: Sequence, wanted: list[int]) -> tuple[list[int], int] | None:
         """Pages of a block and how many of the wanted tokens it begins with, after the sequence's own chains."""
-        chains, size = sequence.chains, self._page_tokens
-        index, start = len(chains), len(chains) * size
+        chains = sequence.chains
+        size = self._page_tokens
+        index = len(chains)
+        start = len(chains) * size
         best = self._pool.longest_beginning(sequence.last_chain, wanted)
         pages, longest = (best[0].pages, best[1]) if best is not None else ([], MIN_COPIED_TOKENS - 1)
         for other in self._holders:
@@ -400,12 +405,14 @@ class PagedCache:
                 continue
             count = common_length(other.token_ids[start : min(start + size, other.computed_length)], wanted)
             if count > longest:
-                pages, longest = [table[index] for table in other.tables], count
+                pages = [table[index] for table in other.tables]
+                longest = count
         return (pages, longest) if pages else None
 
     def _publish(self, sequence: Sequence) -> None:
         """Makes the sequence's full blocks known, and replaces its pages by those that are known already."""
-        size, chains = self._page_tokens, sequence.chains
+        size = self._page_tokens
+        chains = sequence.chains
         while (len(chains) + 1) * size <= sequence.computed_length:
             index = len(chains)
             token_ids = sequence.token_ids[index * size : (index + 1) * size]
@@ -424,7 +431,8 @@ class PagedCache:
             chains.append(known.chain)
 
     def _publish_beginning(self, sequence: Sequence) -> None:
-        index, size = len(sequence.chains), self._page_tokens
+        index = len(sequence.chains)
+        size = self._page_tokens
         token_ids = sequence.token_ids[index * size : min((index + 1) * size, sequence.computed_length)]
         if not MIN_COPIED_TOKENS <= len(token_ids) < size:
             return

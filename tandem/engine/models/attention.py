@@ -28,7 +28,8 @@ PROBE_NAME = "tandem-probe"
 
 STEP_ARGUMENT = "tandem_step"
 
-_SEES_EVERYTHING, _SEES_SOMETHING_ELSE = 0, -1
+_SEES_EVERYTHING = 0
+_SEES_SOMETHING_ELSE = -1
 """In place of a window in a probed mask."""
 _PROBED_QUERIES = (0, 1, 5, 1_000, 99_999, 131_070)
 """Query positions at which a mask is inspected. No two have the same remainder for any usual chunk size, so that
@@ -162,7 +163,8 @@ class _Observer:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
         """Records the layer; the numbers it returns are meaningless."""
-        index, window = getattr(module, "layer_idx", None), window_of(scoring.mask)
+        index = getattr(module, "layer_idx", None)
+        window = window_of(scoring.mask)
         if not isinstance(index, int) or index in self.layers:
             raise UnsupportedAttentionError("attention layers cannot be told apart by layer_idx")
         self.layers[index] = LayerGeometry(key.shape[1], key.shape[3], value.shape[3], window)
@@ -198,7 +200,8 @@ def _geometry_of(layer: object) -> LayerGeometry:
     """A layer of transformers' cache over all tokens; transformers' masks handle windows."""
     if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
         raise UnsupportedAttentionError(f"a layer keeps a {type(layer).__name__}")
-    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    keys = getattr(layer, "keys", None)
+    values = getattr(layer, "values", None)
     if keys is None or values is None:
         raise UnsupportedAttentionError("a layer keeps nothing")
     return LayerGeometry(keys.shape[1], keys.shape[3], values.shape[3])

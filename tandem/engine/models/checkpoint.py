@@ -312,7 +312,8 @@ def _check_tokenizer_file(folder: Path) -> Path:
 
 def _architecture(folder: Path, config: Mapping[str, Any]) -> str:
     """The model class; refuses a folder whose model is not this one alone, decoder-only and from safetensors."""
-    path, architectures = folder / CONFIG_FILE, config.get("architectures")
+    path = folder / CONFIG_FILE
+    architectures = config.get("architectures")
     if not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)):
         raise refusal(
             path,

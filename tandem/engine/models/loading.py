@@ -64,7 +64,8 @@ def load_model(
     folder: str | Path, *, device: str = "cpu", dtype: str = "bfloat16", threads: int | None = None
 ) -> LoadedModel:
     """Loads a decoder-only Hugging Face checkpoint. `device` and `dtype` are names that settings have checked."""
-    torch_device, torch_dtype = torch.device(device), _DTYPES[dtype]
+    torch_device = torch.device(device)
+    torch_dtype = _DTYPES[dtype]
     if torch_device.type == "cuda" and (torch_device.index or 0) >= (count := torch.cuda.device_count()):
         raise ConfigurationError(f"the device is {device!r}, but torch sees {count} CUDA devices")
     if threads is not None:
@@ -246,7 +247,8 @@ def end_ids_within(checkpoint: Checkpoint, vocabulary_size: int) -> tuple[int, .
 def check_finite(module: nn.Module, checkpoint: Checkpoint) -> None:
     """Refuse weights that hold NaN or infinity, and buffers made of the config, such as rotary frequencies, that do.
     The extremes of each tensor show it, since NaN is both. Minus infinity is valid in buffers, as a mask."""
-    weights, buffers = _extremes(module.named_parameters()), _extremes(module.named_buffers())
+    weights = _extremes(module.named_parameters())
+    buffers = _extremes(module.named_buffers())
     wrong = [name for name, (low, high) in weights.items() if not (isfinite(low) and isfinite(high))]
     if wrong:
         raise ModelFolderError(

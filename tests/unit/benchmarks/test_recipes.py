@@ -86,10 +86,10 @@ class SmallHead:
 
     target_ids: Tensor
 
-    def combined(self, states: list[Tensor]) -> Tensor:
+    def combine(self, states: list[Tensor]) -> Tensor:
         return torch.zeros_like(states[0])
 
-    def advanced(
+    def advance(
         self, tokens: Tensor, positions: Tensor, states: Tensor, step: object
     ) -> tuple[Tensor, Tensor]:
         assert tokens.shape == positions.shape

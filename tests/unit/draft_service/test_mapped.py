@@ -16,7 +16,13 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tandem.drafting.proposal import Drafting, Outcome, SharedTokens, propose_head, propose_where_logits_are
+from tandem.drafting.proposal import (
+    Conclusion,
+    Drafting,
+    SharedTokens,
+    propose_head,
+    propose_where_logits_are,
+)
 from tandem.engine.core.jobs import Continue, Extended, Job
 from tandem.engine.models.loading import load_model
 from tandem.errors import ConfigurationError, InvalidRequestError, ServiceUnavailableError
@@ -295,7 +301,7 @@ async def demo(
     """The draft with other ids, and the options of sequences for the demo target."""
     model = load_model(folder, device=DEVICE, dtype="float32", threads=1)
 
-    def head(ready: Sequence[Job[Drafting]], logits: Tensor) -> Sequence[Outcome | Extended]:
+    def head(ready: Sequence[Job[Drafting]], logits: Tensor) -> Sequence[Conclusion | Extended]:
         if keeps_logits:
             return propose_where_logits_are(ready, OtherProcess(logits))
         return propose_head(ready, logits)

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from tandem.engine.interface import RowRequest
-from tandem.engine.rows import adjusted, apply_masks, apply_penalties
+from tandem.engine.rows import adjust_logits, apply_masks, apply_penalties
 from tandem.engine.rows import verifications as of_cpu
 from tandem.errors import InvalidRequestError
 from tandem.model.sampling.noise import recovery_keys, sample, target_keys
@@ -132,7 +132,7 @@ def test_rows_of_the_prompt_itself_are_not_held_to_what_follows_it() -> None:
 def test_biases_agree_with_transformers(dtype: torch.dtype) -> None:
     logits = logits_of(dtype)
     before = logits.clone()
-    found = adjusted(logits, LogitAdjustments(BIASES), PROMPT_LENGTH, BASE_LENGTH)
+    found = adjust_logits(logits, LogitAdjustments(BIASES), PROMPT_LENGTH, BASE_LENGTH)
     assert torch.equal(found, reference([bias_processor()], logits))
     assert torch.equal(logits, before), "neighbours may read the same logits"
 
@@ -141,7 +141,7 @@ def test_biases_agree_with_transformers(dtype: torch.dtype) -> None:
 def test_min_tokens_counts_at_each_position(min_tokens: int) -> None:
     logits = logits_of()
     processor = MinNewTokensLengthLogitsProcessor(PROMPT_LENGTH, min_tokens, list(ENDS))
-    found = adjusted(logits, LogitAdjustments({}, min_tokens, ENDS), PROMPT_LENGTH, BASE_LENGTH)
+    found = adjust_logits(logits, LogitAdjustments({}, min_tokens, ENDS), PROMPT_LENGTH, BASE_LENGTH)
     assert torch.equal(found, reference([processor], logits))
     # One token is committed before the first row.
     suppressed = min(max(min_tokens - 1, 0), ROW_COUNT)
@@ -216,7 +216,7 @@ def test_what_the_completion_may_not_hold_has_no_probability_at_any_position(
     prompt_length = min(prompt_length, base_length)
     wanted = LogitAdjustments(allowed_token_ids=tuple(allowed), forbidden_sequences=tuple(sequences))
     logits = logits_of()
-    found = adjusted(logits, wanted, prompt_length, base_length, tokens)
+    found = adjust_logits(logits, wanted, prompt_length, base_length, tokens)
     for row in range(ROW_COUNT):
         completion = tuple(tokens[prompt_length : base_length + row])
         for token_id in range(VOCABULARY_SIZE):
@@ -231,7 +231,7 @@ def test_bad_words_agree_with_transformers() -> None:
     sequences = ((2, 6), (5,), (9, 2, 6), (6, 5, 3))
     processor = NoBadWordsLogitsProcessor([list(each) for each in sequences], eos_token_id=None)
     logits = logits_of()
-    found = adjusted(logits, LogitAdjustments(forbidden_sequences=sequences), 0, BASE_LENGTH, TOKENS)
+    found = adjust_logits(logits, LogitAdjustments(forbidden_sequences=sequences), 0, BASE_LENGTH, TOKENS)
     assert torch.equal(found, reference([processor], logits))
 
 

@@ -251,13 +251,13 @@ async def test_sequences_of_one_grammar_share_nothing_but_its_compilation() -> N
 async def test_a_grammar_is_compiled_anew_for_another_scope(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = tiny_grammars()
     compiled: list[Grammar] = []
-    compile_one = grammars._compile
+    compile_one = grammars.compile_grammar
 
     def count(grammar: Grammar) -> object:
         compiled.append(grammar)
         return compile_one(grammar)
 
-    monkeypatch.setattr(grammars, "_compile", count)
+    monkeypatch.setattr(grammars, "compile_grammar", count)
     counts = []
     for scope in ("first", "first", "second", "second", "", ""):
         await grammars.open(Grammar(GrammarKind.REGEX, "a|bc+"), scope)

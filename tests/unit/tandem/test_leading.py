@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.model.leading import Leading, Outcome, OutcomeTable, Pushed, decided_outcome, read_outcome
+from tandem.model.leading import Leading, OutcomeTable, Pushed, RoundOutcome, decided_outcome, read_outcome
 from tandem.model.types import (
     Acceptance,
     Delta,
@@ -23,8 +23,8 @@ from tandem.model.types import (
 )
 
 
-def outcome(base_length: int, accepted_count: int, next_token_id: int) -> Outcome:
-    return Outcome(base_length, (*[0] * accepted_count, next_token_id))
+def outcome(base_length: int, accepted_count: int, next_token_id: int) -> RoundOutcome:
+    return RoundOutcome(base_length, (*[0] * accepted_count, next_token_id))
 
 
 def options(max_length: int, *ends: int) -> TargetOptions:
@@ -132,7 +132,7 @@ def test_a_target_goes_on_behind_its_own_outcome_within_the_sequence(
     leading.ask(step)
     goes_on = leading.find(found, options(base + room, *ends))
     committed = rows[: accepted + 1]
-    assert found == Outcome(base, tuple(committed))
+    assert found == RoundOutcome(base, tuple(committed))
     if ends.intersection(committed) or room <= len(committed):
         assert goes_on is None
         return

@@ -174,7 +174,7 @@ def test_special_tokens_keep_their_meaning() -> None:
     transcript = Transcript(shared)
     transcript.apply(Delta(0, (*shared.target.encode("one"), end, *shared.target.encode("two"))))
     assert transcript.token_ids == [*shared.draft.encode("one"), own, *shared.draft.encode("two")]
-    assert shared.retokenized([*shared.draft.encode(" one"), own, 40]) == (*shared.target.encode(" one"), end)
+    assert shared.retokenize([*shared.draft.encode(" one"), own, 40]) == (*shared.target.encode(" one"), end)
 
 
 @pytest.mark.parametrize(("draft", "target"), PAIRS)
@@ -184,14 +184,14 @@ def test_the_draft_s_text_is_the_same_in_the_target_s_tokens(draft: str, target:
     shared = mapping(draft, target)
     written = [i for i in shared.draft.encode(text) if i not in shared.draft.special_ids.values()]
     read = text_of(shared.draft, written).decode(errors="ignore")
-    assert text_of(shared.target, shared.retokenized(written)) == read.encode()
+    assert text_of(shared.target, shared.retokenize(written)) == read.encode()
 
 
 def test_a_part_of_a_character_ends_what_the_draft_writes() -> None:
     shared = mapping("small", "gemma")
     written = shared.draft.encode("a👩")
-    assert text_of(shared.target, shared.retokenized(written[:-1])) == b"a"
-    assert shared.retokenized(written) == (*shared.target.encode("a👩"),)
+    assert text_of(shared.target, shared.retokenize(written[:-1])) == b"a"
+    assert shared.retokenize(written) == (*shared.target.encode("a👩"),)
 
 
 def test_a_gap_is_refused() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
@@ -42,16 +44,40 @@ async def read_model(service: str, asking: Awaitable[ModelInfo], seconds: float)
         raise ServiceUnavailableError(f"{service}: no answer within {seconds:g} s") from None
 
 
-async def play_checks(
-    service: str, names: Iterable[str], play: Callable[[str], Awaitable[str]]
-) -> list[Finding]:
-    """A finding for each check. Without a model that can be described no other check means anything."""
-    findings = []
-    for name in names:
-        try:
-            findings.append(Finding.ok(name, await play(name)))
-        except TandemError as error:
-            findings.append(Finding.problem(name, str(error).removeprefix(f"{service}: ")))
-            if name == "model":
-                break
-    return findings
+class Client(Protocol):
+    """A client of the service that is tested."""
+
+    def model_info(self) -> Awaitable[ModelInfo]:
+        """The service's description of its model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """The checks of one kind of service, with the classes through which they speak to it."""
+
+    client: Callable[[grpc.aio.Channel], Client]
+    subject: type[Subject]
+    conversation: type[Conversation[Any, Any]]
+    checks: Mapping[str, Any]
+    """By name."""
+
+    async def play(self, name: str, subject: Subject) -> str:
+        """Play one check on a stream of its own, so that one failure explains no other."""
+        async with self.conversation(subject) as talk:
+            found: str = await self.checks[name](subject, talk)
+            return found
+
+    async def check(self, channel: grpc.aio.Channel, seconds: float) -> list[Finding]:
+        """A finding for each check. Without a model that can be described no other check means anything."""
+        service = self.conversation.service
+        model = await read_model(service, self.client(channel).model_info(), seconds)
+        subject = self.subject(channel, model, seconds)
+        findings = []
+        for name in self.checks:
+            try:
+                findings.append(Finding.ok(name, await self.play(name, subject)))
+            except TandemError as error:
+                findings.append(Finding.problem(name, str(error).removeprefix(f"{service}: ")))
+                if name == "model":
+                    break
+        return findings

@@ -13,7 +13,6 @@ import grpc
 import grpc.aio
 
 from tandem.errors import ProtocolError
-from tandem.model.admin import Finding
 from tandem.model.types import (
     MAX_BRANCHES,
     AheadBudget,
@@ -32,7 +31,7 @@ from tandem.wire import draft as wire
 from tandem.wire.status import Ending
 from tandem_coordinator.outcomes import Coming, Hit
 from tandem_coordinator.transport.conformance import conversation
-from tandem_coordinator.transport.conformance.checks import check_health, name_checks, play_checks, read_model
+from tandem_coordinator.transport.conformance.checks import Suite, check_health, name_checks
 from tandem_coordinator.transport.conformance.conversation import (
     PROMPT_LENGTH,
     REFUSED,
@@ -423,7 +422,7 @@ async def _check_budgets(draft: Subject, talk: Conversation) -> str:
     return f"budgets out of range are refused with {REFUSED.name}"
 
 
-CHECKS = name_checks(
+_CHECKS = name_checks(
     check_health,
     _check_model,
     _check_reading,
@@ -448,18 +447,6 @@ CHECKS = name_checks(
     _check_ahead,
     _check_budgets,
 )
-"""By name."""
 
-
-async def play(name: str, draft: Subject) -> str:
-    """Play one check on a stream of its own, so that one failure explains no other."""
-    async with Conversation(draft) as talk:
-        found: str = await CHECKS[name](draft, talk)
-        return found
-
-
-async def check_draft_service(channel: grpc.aio.Channel, seconds: float) -> list[Finding]:
-    """Everything that a draft service does as the protocol says, and what not."""
-    model = await read_model(Conversation.service, DraftClient(channel).model_info(), seconds)
-    draft = Subject(channel, model, seconds)
-    return await play_checks(Conversation.service, CHECKS, lambda name: play(name, draft))
+SUITE = Suite(DraftClient, Subject, Conversation, _CHECKS)
+"""All that a draft service is checked for."""

@@ -16,7 +16,6 @@ from tokenizers import Tokenizer
 from tandem.acceptance.rounds import Round
 from tandem.acceptance.strategies import rule_of
 from tandem.errors import ProtocolError
-from tandem.model.admin import Finding
 from tandem.model.types import (
     MAX_LEAD,
     AcceptanceTerms,
@@ -41,7 +40,7 @@ from tandem.wire import target as wire
 from tandem.wire.status import Ending
 from tandem_coordinator.decoding.tokenization import TOKENIZER_FILE
 from tandem_coordinator.transport.conformance import conversation
-from tandem_coordinator.transport.conformance.checks import check_health, name_checks, play_checks, read_model
+from tandem_coordinator.transport.conformance.checks import Suite, check_health, name_checks
 from tandem_coordinator.transport.conformance.conversation import PROMPT_LENGTH, REFUSED, describe_ending
 from tandem_coordinator.transport.proposals import check_proposal
 from tandem_coordinator.transport.target_client import TargetClient, check_rows
@@ -490,7 +489,7 @@ async def _check_own_lead(target: Subject, talk: Conversation) -> str:
 
 _LED_RULES = (("greedy", 0.0), ("strict", _TEMPERATURE), ("residual", _TEMPERATURE))
 
-CHECKS = name_checks(
+_CHECKS = name_checks(
     check_health,
     _check_model,
     _check_tokenizer,
@@ -506,18 +505,6 @@ CHECKS = name_checks(
     _check_own_head,
     _check_own_lead,
 )
-"""By name."""
 
-
-async def play(name: str, target: Subject) -> str:
-    """Play one check on a stream of its own, so that one failure explains no other."""
-    async with Conversation(target) as talk:
-        found: str = await CHECKS[name](target, talk)
-        return found
-
-
-async def check_target_service(channel: grpc.aio.Channel, seconds: float) -> list[Finding]:
-    """Everything that a target service does as the protocol says, and what not."""
-    model = await read_model(Conversation.service, TargetClient(channel).model_info(), seconds)
-    target = Subject(channel, model, seconds)
-    return await play_checks(Conversation.service, CHECKS, lambda name: play(name, target))
+SUITE = Suite(TargetClient, Subject, Conversation, _CHECKS)
+"""All that a target service is checked for."""

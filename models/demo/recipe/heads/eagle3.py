@@ -124,11 +124,11 @@ def unrolled_states(head: Eagle3Head, lessons: Texts, steps: int = PROPOSED) -> 
     bases = length - PROPOSED - 1
     step = UnrolledStep(rows)
     assert lessons.read is not None
-    states = head.combined([each[:, :bases].flatten(0, 1).float() for each in lessons.read])
+    states = head.combine([each[:, :bases].flatten(0, 1).float() for each in lessons.read])
     for k in range(steps):
         tokens = lessons.tokens[:, k + 1 : k + 1 + bases].reshape(1, -1)
         positions = torch.arange(k, k + bases).repeat(rows)[None]
-        hidden, states = head.advanced(tokens, positions, states, step)
+        hidden, states = head.advance(tokens, positions, states, step)
         yield k, hidden.view(rows, bases, -1)
 
 

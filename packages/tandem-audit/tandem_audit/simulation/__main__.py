@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 
-from tandem_audit.run import COLD, MAIN, NUCLEUS, TEMPERATURE, TOP_P, expected
+from tandem_audit.run import COLD, MAIN, NUCLEUS, TEMPERATURE, TOP_P, condition_steps
 from tandem_audit.simulation.samplers import FAULTS, PROPOSED, RIGHT, Language, Sampler, steps_of
 from tandem_audit.statistics import ALPHA, LEVEL, Calibration, Evidence, FloatArray, IntArray, Steps
 
@@ -37,7 +37,7 @@ Generate = Callable[[str, IntArray, np.random.Generator], tuple[IntArray, IntArr
 """Makes completions for a look: of prompts, tokens and which of them were accepted."""
 
 
-def simulated(
+def simulate(
     language: Language, generate: Generate, seed: int, tokens: int = TOKENS, fault: str = RIGHT
 ) -> tuple[Evidence, int]:
     """The evidence of one audit, and how many tokens top-p should have removed."""
@@ -52,7 +52,7 @@ def simulated(
         steps = steps_of(language, contexts, made, accepted, fault)
         for start in range(0, len(steps), size):
             part = Steps(*(getattr(steps, field)[start : start + size] for field in Steps.__slots__))
-            conditional, out = expected(name, part, is_raw=True)
+            conditional, out = condition_steps(name, part, is_raw=True)
             evidence.add(name, conditional)
             removed += out
     return evidence, removed
@@ -64,7 +64,7 @@ def sampler(language: Language, fault: str = RIGHT) -> Generate:
     return lambda name, contexts, generator: samplers[name].generate(contexts, LENGTH, generator)
 
 
-def biased(language: Language, probs: FloatArray) -> Generate:
+def bias_sampler(language: Language, probs: FloatArray) -> Generate:
     """Ordinary sampling at temperature 1 from other distributions, [V * V, V]; the two short looks are right."""
     right = sampler(language)
 
@@ -84,18 +84,19 @@ def biased(language: Language, probs: FloatArray) -> Generate:
 
 def biases(language: Language) -> dict[str, FloatArray]:
     """Distributions that differ from the target's by a mean total variation of VARIATION, [V * V, V] each."""
-    target, draft = language.target, language.draft
+    target = language.target
+    draft = language.draft
     first = np.zeros_like(target)
     np.put_along_axis(first, target.argmax(axis=1)[:, None], 1.0, axis=1)
 
-    def normalized(probs: FloatArray) -> FloatArray:
+    def normalize(probs: FloatArray) -> FloatArray:
         return np.asarray(probs / probs.sum(axis=1, keepdims=True))
 
     most = target.max(axis=1, keepdims=True)
     forms: dict[str, Callable[[float], FloatArray]] = {
         "the first choice too often": lambda amount: target + amount * (first - target),
-        "a lower temperature": lambda amount: normalized(target ** (1 + amount)),
-        "the least probable tokens missing": lambda amount: normalized(
+        "a lower temperature": lambda amount: normalize(target ** (1 + amount)),
+        "the least probable tokens missing": lambda amount: normalize(
             np.where(target > amount * most, target, 0.0)
         ),
         "the draft mixed in": lambda amount: target + amount * (draft - target),
@@ -124,7 +125,7 @@ def _write(line: str) -> None:
     sys.stdout.flush()
 
 
-def judged(evidence: Evidence, removed: int) -> float:
+def judge(evidence: Evidence, removed: int) -> float:
     """The lowest level at which an audit with this evidence has a finding; a real one has it below `ALPHA`."""
     return 0.0 if removed > 2 else evidence.level
 
@@ -134,7 +135,7 @@ def false_alarms(runs: int, tokens: int) -> Iterator[float]:
     languages = [Language.random(seed=seed) for seed in range(min(runs, 20))]  # making one takes long
     for seed in range(runs):
         language = languages[seed % len(languages)]
-        yield judged(*simulated(language, sampler(language), seed, tokens))
+        yield judge(*simulate(language, sampler(language), seed, tokens))
 
 
 def _count_by_level(levels: Sequence[float]) -> str:
@@ -150,15 +151,15 @@ def main(options: argparse.Namespace) -> None:
         if len(levels) % 50 == 0 or len(levels) == options.false_alarms:
             _write(f"right samplers accused {_count_by_level(levels)}\n")
     language = Language.random()
-    small = {name: biased(language, probs) for name, probs in biases(language).items()}
+    small = {name: bias_sampler(language, probs) for name, probs in biases(language).items()}
 
     def show(name: str, generate: Generate, count: int, fault: str = RIGHT) -> None:
-        runs = [simulated(language, generate, seed, options.tokens, fault) for seed in range(count)]
+        runs = [simulate(language, generate, seed, options.tokens, fault) for seed in range(count)]
         paths = (evidence.path for evidence, _ in runs)
         # Until the e-process crosses its level; all where it does not
         crossings = (next((tokens for tokens, value in each if value > LEVEL), each[-1][0]) for each in paths)
         tokens = int(np.median(list(crossings)))
-        found = _count_by_level([judged(*each) for each in runs])
+        found = _count_by_level([judge(*each) for each in runs])
         _write(f"{name}: found {found}; the e-process crosses at {tokens:,} tokens (median)\n")
 
     for fault in FAULTS if options.faults else ():

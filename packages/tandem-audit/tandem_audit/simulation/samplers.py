@@ -96,7 +96,9 @@ class Sampler:
     """The draft's distributions as the rule sees them."""
 
     def __post_init__(self) -> None:
-        language, temperature, top_p = self.language, self.temperature, self.top_p
+        language = self.language
+        temperature = self.temperature
+        top_p = self.top_p
         self._draft = self._seen = _warp(language.draft, temperature, top_p)
         if self.fault == "temperature applied twice":
             temperature = temperature**2
@@ -113,7 +115,8 @@ class Sampler:
     ) -> tuple[IntArray, IntArray]:
         """Tokens behind the last two of N prompts (V * first + second), and 1 where a proposed token was accepted. Both
         [N, length]."""
-        count, size = len(contexts), self.language.size
+        count = len(contexts)
+        size = self.language.size
         tokens = np.zeros((count, length + PROPOSED + 1), np.int64)
         kept = np.zeros_like(tokens)
         lengths = np.zeros(count, np.int64)
@@ -133,14 +136,19 @@ class Sampler:
         self, contexts: IntArray, generator: np.random.Generator, reused: FloatArray
     ) -> tuple[IntArray, IntArray]:
         """One round for each sequence: its tokens [N, K + 1], of which accepted + 1 [N] count."""
-        count, size = len(contexts), self.language.size
+        count = len(contexts)
+        size = self.language.size
         found = np.zeros((count, PROPOSED + 1), np.int64)
         accepted = np.zeros(count, np.int64)
-        is_going_on, rows = np.ones(count, bool), np.arange(count)
+        is_going_on = np.ones(count, bool)
+        rows = np.arange(count)
         before = contexts
         for i in range(PROPOSED):
-            uniforms, noise = generator.random(count), generator.exponential(size=(count, size))
-            draft, seen, target = self._draft[contexts], self._seen[contexts], self._target[contexts]
+            uniforms = generator.random(count)
+            noise = generator.exponential(size=(count, size))
+            draft = self._draft[contexts]
+            seen = self._seen[contexts]
+            target = self._target[contexts]
             raced = self.fault == "recovery shares the draft's noise"
             proposed = (draft / noise).argmax(axis=1) if raced else _draw(draft, uniforms)
             if self.fault != "draft's uniform is reused":
@@ -158,7 +166,8 @@ class Sampler:
             found[:, i] = np.where(is_going_on, np.where(is_kept, proposed, recovered), found[:, i])
             accepted += is_kept
             is_going_on = is_kept
-            before, contexts = contexts, self.language.after(contexts, proposed)
+            before = contexts
+            contexts = self.language.after(contexts, proposed)
         if self.fault == "bonus from the wrong row":
             contexts = before
         found[:, PROPOSED] = _draw(self._target[contexts], generator.random(count))

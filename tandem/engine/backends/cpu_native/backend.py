@@ -25,7 +25,7 @@ from tandem.engine.backends.cpu_native.library.build import BuildError, built_ke
 from tandem.engine.backends.cpu_native.library.kernels import DTYPES, Kernels
 from tandem.engine.backends.cpu_native.plans import ExecutionPlan, MakeTrace, Trace, TraceError
 from tandem.engine.backends.eager import EagerBackend, clear_room, eager_backend
-from tandem.engine.backends.trial import DistrustedError, Reference, trusted
+from tandem.engine.backends.trial import DistrustedError, Reference, try_out
 from tandem.engine.hidden_states import HeadModel
 from tandem.engine.kv_cache.arena import KvArena
 from tandem.engine.kv_cache.sequence import Segment
@@ -139,7 +139,7 @@ class PlannedBackend(CpuNativeBackend):
             # Half a spread where the step fills its plan, which makes the calls of the modules. Where tokens are
             # padded, torch may choose a kernel that adds up in another order, so the error may be that of any
             # kernel: in float32, 129 tokens in the plan of 160 differ from the modules by 0.2 to 0.52 spreads.
-            self._plans[size] = trusted(
+            self._plans[size] = try_out(
                 lambda: ExecutionPlan(self._trace, self.attention, size, states),
                 lambda plan: self.reference.in_spreads(self._replay(plan, packing, compared), expected),
                 0.5 if size == packing.token_count else self.reference.limit,
@@ -246,10 +246,12 @@ def load_kernels(device: torch.device, dtype: torch.dtype, folder: Path | None =
 def _load_and_compare(library: Path) -> Kernels:
     """Compares sampling with torch's: the trial of a model looks at logits alone."""
     kernels = Kernels(library)
-    own, torchs = KernelSampler(kernels), TORCH_SAMPLER
+    own = KernelSampler(kernels)
+    torchs = TORCH_SAMPLER
     sampling = [SamplingParams(temperature) for temperature in (0.4, 1.0, 1.7)]
     logits = 4.0 * torch.randn(len(sampling), 301, generator=torch.Generator().manual_seed(5))
-    probs, keys = torchs.probabilities(logits, sampling), torch.arange(len(sampling)) << 40
+    probs = torchs.probabilities(logits, sampling)
+    keys = torch.arange(len(sampling)) << 40
     pairs = ((own.sample(probs, keys), torchs.sample(probs, keys)), (own.argmax(logits), torchs.argmax(logits)),
              (own.topk(logits, 20)[0], torchs.topk(logits, 20)[0]))  # fmt: skip
     are_close = torch.allclose(own.probabilities(logits, sampling), probs, rtol=1e-12, atol=0.0)
@@ -260,14 +262,14 @@ def _load_and_compare(library: Path) -> Kernels:
 
 def _pack(model: LoadedModel, kernels: Kernels) -> NativeModel:
     """Packs the model and runs it beside torch's own layers, whose logits were computed before."""
-    reference = trusted(lambda: Reference(model), lambda _: 0.0, 0.0)
+    reference = try_out(lambda: Reference(model), lambda _: 0.0, 0.0)
 
     native = NativeModel(kernels, reference)
 
     for wide_residual in (True, False) if model.dtype is torch.bfloat16 else (False,):
         try:
             pack = partial(pack_linears, model.module, kernels, wide_residual=wide_residual)
-            trusted(pack, lambda _: reference.error_of(native.backend), reference.limit)
+            try_out(pack, lambda _: reference.error_of(native.backend), reference.limit)
             break
         except DistrustedError as error:
             unpack_linears(model.module)

@@ -79,11 +79,13 @@ def pack_linears(module: nn.Module, kernels: Kernels, *, wide_residual: bool = F
 
 
 def _pack_layer(layer: Any, kernels: Kernels, output_dtype: torch.dtype) -> None:
-    weight, bias = layer.weight.detach(), layer.bias
+    weight = layer.weight.detach()
+    bias = layer.bias
     del layer._parameters["weight"]
     layer.__class__ = PackedLinear
     layer._kernels = kernels
-    layer._dtype, layer._output_dtype = weight.dtype, output_dtype
+    layer._dtype = weight.dtype
+    layer._output_dtype = output_dtype
     layer._packed = packed(weight, kernels.block)
     layer._float_bias = None if bias is None else bias.detach().float()
 
@@ -139,7 +141,8 @@ class NativeAttention:
     """Geometry of an engine's layers, as attention needs it."""
 
     def __init__(self, kernels: Kernels, arena: KvArena) -> None:
-        self.kernels, self.arena = kernels, arena
+        self.kernels = kernels
+        self.arena = arena
         self.calls = [self.new_call(index) for index in range(len(arena.layers))]
         """The part of a call that is the same at each step, by layer."""
 
@@ -180,7 +183,9 @@ def point(
     The tensors must outlive the call, and so must the sinks that this returns. The numbers of a head are contiguous.
     """
     sinks = None if scoring.sinks is None else scoring.sinks.float()
-    call.query, call.key, call.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    call.query = query.data_ptr()
+    call.key = key.data_ptr()
+    call.value = value.data_ptr()
     _, call.query_head, call.query_token, _ = query.stride()
     _, call.key_head, call.key_token, _ = key.stride()
     _, call.value_head, call.value_token, _ = value.stride()
@@ -188,7 +193,8 @@ def point(
     call.sinks = None if sinks is None else sinks.data_ptr()
     call.scale = query.shape[3] ** -0.5 if scoring.scale is None else scoring.scale
     call.softcap = scoring.softcap or 0.0
-    call.output, call.threads = output.data_ptr(), torch.get_num_threads()
+    call.output = output.data_ptr()
+    call.threads = torch.get_num_threads()
     return sinks
 
 

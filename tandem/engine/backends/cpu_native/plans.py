@@ -129,7 +129,7 @@ class _RefusedReads(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-class _Survey(_Pass):  # type: ignore[no-untyped-call]
+class Survey(_Pass):  # type: ignore[no-untyped-call]
     """Keeps all values, so that those that share memory are seen."""
 
     def __init__(self, *, shares_casts: bool) -> None:
@@ -193,8 +193,8 @@ class Trace:
                 self.released[index].append(root)
         del self._results
 
-    def _survey(self) -> _Survey:
-        survey = _Survey(shares_casts=self.shares_casts)
+    def _survey(self) -> Survey:
+        survey = Survey(shares_casts=self.shares_casts)
         # Tensors of that mode hide what an operation consists of.
         with torch.inference_mode(False), _RefusedReads():
             tokens = _any_tokens(7)
@@ -207,7 +207,7 @@ class Trace:
     def run(self, mode: _Pass, token_ids: Tensor, positions: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         """Runs the pass: from ids and positions, each [1, tokens], to logits [1, tokens, vocabulary]. A drafting head's
         also reads states, and ends in those that it feeds back (`HeadModel.compute`)."""
-        with torch.no_grad(), _products_shown(), mode:
+        with torch.no_grad(), show_products(), mode:
             if states:
                 logits, fed_back = self._module.compute(token_ids, positions, *states, step=_TracedStep())
                 return (logits,) if fed_back is None else (logits, fed_back)
@@ -223,8 +223,8 @@ MakeTrace = Callable[[], Trace]
 
 
 @contextmanager
-def _products_shown() -> Iterator[None]:
-    """Packed layers show their products."""
+def show_products() -> Iterator[None]:
+    """Let packed layers show their products meanwhile."""
     tracing.linear = LINEAR
     try:
         yield
@@ -318,7 +318,8 @@ def _pointwise(
     sizes, of_tensors = _dimensions(output.shape, expanded)
     strides = list(of_tensors)
     if strides[1][-1] == 0:  # sums and products are the same the other way round
-        tensors[1:], strides[1:] = tensors[:0:-1], strides[:0:-1]
+        tensors[1:] = tensors[:0:-1]
+        strides[1:] = strides[:0:-1]
     if strides[0][-1] != 1 or strides[1][-1] != 1 or strides[-1][-1] not in {0, 1}:
         raise UnknownOperationError(f"{operation.name} of numbers that do not lie side by side")
     call = PointwiseCall(operation, (ctypes.c_int64 * DIMENSIONS)(*sizes))
@@ -352,7 +353,8 @@ def _dimensions(shape: torch.Size, strides: tuple[tuple[int, ...], ...]) -> tupl
         for step, so_far in zip(steps, kept, strict=True):
             so_far.insert(0, step)
     if not sizes:  # a single number
-        sizes, kept = [1], [[1] for _ in strides]
+        sizes = [1]
+        kept = [[1] for _ in strides]
     if len(sizes) > DIMENSIONS:
         raise UnknownOperationError(f"{len(sizes)} dimensions")
     missing = DIMENSIONS - len(sizes)
@@ -375,7 +377,7 @@ def torch_call(
             continue
         if same(output, expected):
             return call
-    copy = copied(target, arguments, named, (output,))
+    copy = make_copying_call(target, arguments, named, (output,))
     copy()
     return copy
 
@@ -398,7 +400,7 @@ def _candidates(
     return found
 
 
-def copied(
+def make_copying_call(
     target: Any, arguments: tuple[Any, ...], named: dict[str, Any], outputs: SequenceOf[Tensor]
 ) -> TorchCall:
     """A call for any operation: computes elsewhere, and copies to the outputs."""
@@ -465,7 +467,9 @@ class PlanCompiler(_Pass):  # type: ignore[no-untyped-call]
         [tokens, state_size]."""
         super().__init__(shares_casts=trace.shares_casts)
         self._trace = trace
-        self._attention, self._kernels, self._places = attention, attention.kernels, places
+        self._attention = attention
+        self._kernels = attention.kernels
+        self._places = places
         self._index = -1
         self.calls: list[Call] = []
         self.kept: list[object] = []
@@ -505,7 +509,7 @@ class PlanCompiler(_Pass):  # type: ignore[no-untyped-call]
                 self.calls.append(partial(target, *arguments, **named))
             return value
         if not isinstance(value, Tensor):
-            self.calls.append(copied(target, arguments, named, value))
+            self.calls.append(make_copying_call(target, arguments, named, value))
             return value
         size = value.untyped_storage().nbytes()
         free = self._pool[size]

@@ -59,7 +59,7 @@ class DFlashHead(BlockHead):
                 f"is no DFlash draft's: architectures is {file.content.get('architectures')!r}; it must be "
                 f"['{ARCHITECTURE}']"
             )
-        options = file.nested("dflash_config")
+        options = file.read_nested("dflash_config")
         self._take_shape(file)
         # Older checkpoints have it beside the layers' numbers, newer ones among the options.
         self.block_size = (file if "block_size" in file.content else options).number("block_size", minimum=2)
@@ -69,7 +69,7 @@ class DFlashHead(BlockHead):
 
     def _read_wrapped(self, file: HeadFile) -> None:
         file.check(_OWNER, speculators_model_type=DFLASH, sample_from_anchor=False, projector_type=DFLASH)
-        layers = file.nested(_LAYER_CONFIG)
+        layers = file.read_nested(_LAYER_CONFIG)
         family = layers.content.get("model_type", _LAYER_MODELS[0])
         if family not in _LAYER_MODELS:
             raise file.refusal(
@@ -90,7 +90,9 @@ class DFlashHead(BlockHead):
         _check_layers(layers)
         make = LlamaConfig if layers.content.get("model_type") == "llama" else Qwen3Config
         shape: Any = make(**{key: value for key, value in layers.content.items() if key != "model_type"})
-        self.shape, self.state_size, self.vocabulary_size = shape, shape.hidden_size, shape.vocab_size
+        self.shape = shape
+        self.state_size = shape.hidden_size
+        self.vocabulary_size = shape.vocab_size
         self.expected = {"vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size}
         geometry = LayerGeometry(shape.num_key_value_heads, shape.head_dim, shape.head_dim)
         self.layers = (geometry,) * shape.num_hidden_layers
@@ -101,7 +103,8 @@ class DFlashHead(BlockHead):
                 f"has mask_token_id {self.mask_token_id}; it must be one of the {self.vocabulary_size} tokens of "
                 f"{target.info.name}"
             )
-        shape, size = self.shape, self.state_size
+        shape = self.shape
+        size = self.state_size
         self.fc = nn.Linear(len(self.layer_ids) * size, size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(size, eps=shape.rms_norm_eps)
         self.decoder = nn.ModuleList(_Layer(shape, index) for index in range(shape.num_hidden_layers))
@@ -119,7 +122,7 @@ class DFlashHead(BlockHead):
         else:
             self.target_ids = tensors.target_ids("d2t", count, self.vocabulary_size, are_offsets=True)
 
-    def combined(self, hidden_states: Sequence[Tensor]) -> Tensor:
+    def combine(self, hidden_states: Sequence[Tensor]) -> Tensor:
         output: Tensor = self.hidden_norm(self.fc(torch.cat(list(hidden_states), dim=-1)))
         return output
 

@@ -47,7 +47,8 @@ class EagleHead(LlamaHead):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        file, content = self.file, self.file.content
+        file = self.file
+        content = self.file.content
         layer = _layer(file)
         for key in _OTHER_FORMATS:
             if content.get(key):
@@ -55,7 +56,8 @@ class EagleHead(LlamaHead):
                     f"has {key} {content[key]!r}, which an EAGLE head does not have; it should be a Llama config of "
                     "one layer, as SafeAILab publishes it"
                 )
-        truncated, whole = content.get("truncated_vocab_size"), layer.content.get("vocab_size")
+        truncated = content.get("truncated_vocab_size")
+        whole = layer.content.get("vocab_size")
         if truncated not in (None, whole):
             raise file.refusal(
                 f"has truncated_vocab_size {truncated!r}; an EAGLE head has the whole vocabulary here, {whole!r}"
@@ -71,7 +73,8 @@ class EagleHead(LlamaHead):
         """RMSNorms of the embedding, before the attention, and before the output layer; SafeAILab's heads have none."""
         if _SPECULATORS_TYPE in content:
             self.written = {"layer.": "transformer.", "fc.": "fusion_fc."}
-            self.has_bias, self.has_norms = file.flag("fusion_bias"), file.flag("layernorms")
+            self.has_bias = file.flag("fusion_bias")
+            self.has_norms = file.flag("layernorms")
 
     def build(self, target: LoadedModel, tensors: Container[str] = ()) -> None:
         super().build(target)
@@ -89,7 +92,7 @@ class EagleHead(LlamaHead):
     def _norm(self) -> nn.Module:
         return LlamaRMSNorm(self.state_size, self.shape.rms_norm_eps) if self.has_norms else nn.Identity()
 
-    def advanced(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
+    def advance(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
         """See `DraftHead`. The layer's result stands for the target's next state."""
         embedded = self.embedding_layernorm(self.embed_tokens(token_ids))
         joined = torch.cat((embedded, states[None]), dim=-1)
@@ -107,8 +110,8 @@ class EagleHead(LlamaHead):
 def _layer(file: HeadFile) -> HeadFile:
     if _SPECULATORS_TYPE in file.content:
         file.check(_OWNER, speculators_model_type=EAGLE, transformer_layer_architecture="LlamaDecoderLayer")
-        return file.nested("transformer_layer_config")
-    return file.nested("model") if isinstance(file.content.get("model"), dict) else file
+        return file.read_nested("transformer_layer_config")
+    return file.read_nested("model") if isinstance(file.content.get("model"), dict) else file
 
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")
@@ -125,7 +128,8 @@ class Eagle3Head(LlamaHead):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        file, names = self.file, self.file.content.get("architectures")
+        file = self.file
+        names = self.file.content.get("architectures")
         kind = file.content.get(_SPECULATORS_TYPE)
         is_wrapped = _SPECULATORS_TYPE in file.content
         is_named = isinstance(names, list) and bool(names) and names[0] in _ARCHITECTURES
@@ -134,7 +138,9 @@ class Eagle3Head(LlamaHead):
                 f"is no EAGLE-3 head's: {_SPECULATORS_TYPE} is {kind!r} and architectures is {names!r}, of which one "
                 f"must name eagle3, as in {_ARCHITECTURES[0]}"
             )
-        self.take_shape(file.nested("transformer_layer_config") if is_wrapped else file, "an EAGLE-3 head")
+        self.take_shape(
+            file.read_nested("transformer_layer_config") if is_wrapped else file, "an EAGLE-3 head"
+        )
         self.architecture = file.architecture("Eagle3Speculator")
         self.draft_vocabulary_size = file.number("draft_vocab_size", self.vocabulary_size)
         self.target_size = file.number("target_hidden_size", self.state_size)
@@ -159,7 +165,9 @@ class Eagle3Head(LlamaHead):
 
     def build(self, target: LoadedModel, tensors: Container[str] = ()) -> None:
         super().build(target)
-        size, wide, epsilon = self.state_size, _STATES * self.target_size, self.shape.rms_norm_eps
+        size = self.state_size
+        wide = _STATES * self.target_size
+        epsilon = self.shape.rms_norm_eps
         count: int = text_config(target).num_hidden_layers
         self.layer_ids = self.layer_ids or (2, count // 2, count - 3)
         self.input_norm = LlamaRMSNorm(wide, epsilon) if self.norm_before_fc else None
@@ -180,13 +188,13 @@ class Eagle3Head(LlamaHead):
             ids = tensors.target_ids("d2t", count, self.vocabulary_size, are_offsets=True)
             self.target_ids = None if ids.tolist() == list(range(self.vocabulary_size)) else ids
 
-    def combined(self, hidden_states: Sequence[Tensor]) -> Tensor:
+    def combine(self, hidden_states: Sequence[Tensor]) -> Tensor:
         norms = self.fc_norm or [nn.Identity()] * _STATES
         joined = torch.cat([norm(state) for norm, state in zip(norms, hidden_states, strict=True)], dim=-1)
         combined: Tensor = self.fc(joined if self.input_norm is None else self.input_norm(joined))
         return combined
 
-    def advanced(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
+    def advance(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
         layer: Any = self.midlayer
         normed = layer.hidden_norm(states[None])
         inputs = torch.cat((layer.input_layernorm(self.embed_tokens(token_ids)), normed), dim=-1)

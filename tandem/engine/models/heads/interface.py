@@ -36,7 +36,7 @@ class StateReader:
     state_size: int
     readers: Sequence[nn.Module] = ()
 
-    def combined(self, hidden_states: Sequence[Tensor]) -> Tensor:
+    def combine(self, hidden_states: Sequence[Tensor]) -> Tensor:
         """The numbers to keep, [tokens, state_size], of [tokens, target_hidden_size] for each of `layer_ids`; by
         default all of them, beside each other."""
         return hidden_states[0] if len(hidden_states) == 1 else torch.cat(list(hidden_states), dim=-1)
@@ -75,7 +75,8 @@ class DraftHead(nn.Module, StateReader):
 
     def load(self, target: LoadedModel) -> Self:
         """Build the head for its target, in the target's dtype and on its device, and read its tensors."""
-        folder, config = self.file.folder, text_config(target)
+        folder = self.file.folder
+        config = text_config(target)
         for key, own in self.expected.items():
             others = target.info.vocabulary_size if key == "vocab_size" else config.hidden_size
             if own not in (None, others):
@@ -84,7 +85,8 @@ class DraftHead(nn.Module, StateReader):
                 )
         tensors = HeadTensors(folder, self.renamed)
         self.build(target, tensors)
-        reads_layers, count = self.layer_ids != DraftHead.layer_ids, config.num_hidden_layers
+        reads_layers = self.layer_ids != DraftHead.layer_ids
+        count = config.num_hidden_layers
         if reads_layers and not all(0 <= each <= count for each in self.layer_ids):
             layers = list(self.layer_ids)
             raise self.misfit(
@@ -109,22 +111,22 @@ class DraftHead(nn.Module, StateReader):
         """Read all parameters but those without memory, which are the target's."""
         for name, parameter in self.named_parameters():
             if not parameter.is_meta:
-                parameter.copy_(self.stored(name, parameter, tensors))
+                parameter.copy_(self.convert(name, parameter, tensors))
 
-    def stored(self, name: str, parameter: Tensor, tensors: HeadTensors) -> Tensor:
+    def convert(self, name: str, parameter: Tensor, tensors: HeadTensors) -> Tensor:
         return tensors.read(with_prefix_of(self.written, name), parameter.shape)
 
-    def advanced(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
+    def advance(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
         """One pass over pairs of several sequences: their tokens and positions, int64 [1, tokens] both, and states,
         [tokens, state_size]. `step` is an `AttentionStep`."""
         raise NotImplementedError
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """Logits of what the head can say, [rows, width]; see `widened`."""
+        """Logits of what the head can say, [rows, width]; see `widen`."""
         own: Tensor = self.lm_head(hidden)
         return own
 
-    def widened(self, own_logits: Tensor) -> Tensor:
+    def widen(self, own_logits: Tensor) -> Tensor:
         """[rows, tokens_per_pass * vocabulary_size], a pass's first token first; minus infinity for tokens that the
         head cannot say."""
         if self.target_ids is None:
@@ -135,7 +137,7 @@ class DraftHead(nn.Module, StateReader):
         return scores.index_copy_(2, self.target_ids, own).flatten(1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.widened(self.own_logits(hidden))
+        return self.widen(self.own_logits(hidden))
 
 
 class BlockHead(DraftHead):
@@ -149,7 +151,7 @@ class BlockHead(DraftHead):
     def of_blocks(
         self, token_ids: Tensor, positions: Tensor, states: Tensor, is_in_block: Tensor, step: Any
     ) -> Tensor:
-        """One pass over context and blocks of several sequences; see `advanced`. The states of tokens of a block are
+        """One pass over context and blocks of several sequences; see `advance`. The states of tokens of a block are
         zeros; `is_in_block` is bool [tokens], and `step` an `eager.StepLayout`. Returns the input of `logits`, [tokens,
         state_size]; zeros for tokens of the context."""
         raise NotImplementedError
@@ -194,7 +196,7 @@ class HeadFile:
             raise self.refusal(f"should have true or false for {key}, but it is {value!r}")
         return value
 
-    def nested(self, key: str) -> HeadFile:
+    def read_nested(self, key: str) -> HeadFile:
         value = self.content.get(key)
         if not isinstance(value, dict):
             raise self.refusal(f"should have an object {key}, but it is {value!r}")
@@ -228,7 +230,8 @@ class LlamaHead(DraftHead):
             num_hidden_layers=1, hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False,
             qkv_bias=False,
         )  # fmt: skip
-        hidden_size, heads = layer.number("hidden_size"), layer.number("num_attention_heads")
+        hidden_size = layer.number("hidden_size")
+        heads = layer.number("num_attention_heads")
         self.shape = LlamaConfig(
             hidden_size=hidden_size,
             intermediate_size=layer.number("intermediate_size"),
@@ -239,7 +242,8 @@ class LlamaHead(DraftHead):
             rms_norm_eps=float(layer.content.get("rms_norm_eps") or 1e-6),
         )
         shape: Any = self.shape
-        self.state_size, self.vocabulary_size = hidden_size, shape.vocab_size
+        self.state_size = hidden_size
+        self.vocabulary_size = shape.vocab_size
         self.layers = (LayerGeometry(shape.num_key_value_heads, shape.head_dim, shape.head_dim),)
         self.expected["vocab_size"] = shape.vocab_size
 

@@ -38,7 +38,8 @@ class MedusaHeads(DraftHead):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        file, content = self.file, self.file.content
+        file = self.file
+        content = self.file.content
         if content.get("model_type") != "medusa" and _HEADS[0] not in content:
             raise file.refusal(
                 f"is not that of Medusa heads: model_type is {content.get('model_type')!r} and has to be medusa, or "
@@ -74,7 +75,7 @@ class MedusaHeads(DraftHead):
             self.target_ids = tensors.target_ids("token_map", count, self.vocabulary_size, are_offsets=False)
         super().read(target, tensors)
 
-    def stored(self, name: str, parameter: Tensor, tensors: HeadTensors) -> Tensor:
+    def convert(self, name: str, parameter: Tensor, tensors: HeadTensors) -> Tensor:
         if name.startswith("lm_heads."):
             if self.shares_output_layer and _SHARED_OUTPUT_LAYER in tensors:
                 name = _SHARED_OUTPUT_LAYER
@@ -84,7 +85,7 @@ class MedusaHeads(DraftHead):
                 return tensors.read(name, shape, _REASON)[self.target_ids]
         return tensors.read(name, parameter.shape, _REASON)
 
-    def advanced(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
+    def advance(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
         return states, states
 
     def own_logits(self, hidden: Tensor) -> Tensor:

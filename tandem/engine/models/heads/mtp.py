@@ -61,7 +61,8 @@ class MtpHead(DraftHead):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        file, family = self.file, self.file.content.get("model_type")
+        file = self.file
+        family = self.file.content.get("model_type")
         self.is_separate = family in _SEPARATE_FAMILIES
         """Named as Qwen3-Next's, and no layer of the model's own numbering."""
         self.prefix = _SEPARATE_PREFIX
@@ -100,10 +101,10 @@ class MtpHead(DraftHead):
         for name, wanted in self.layer.state_dict().items():
             # The router's bias decides between close scores; transformers keeps it in float32 as well.
             dtype = wanted.dtype if name in kept_as_stored else target.dtype
-            found[name] = self.stored(name, wanted, tensors).to(target.device, dtype)
+            found[name] = self.convert(name, wanted, tensors).to(target.device, dtype)
         self.layer.load_state_dict(found, assign=True)
 
-    def stored(self, name: str, parameter: Tensor, tensors: HeadTensors) -> Tensor:
+    def convert(self, name: str, parameter: Tensor, tensors: HeadTensors) -> Tensor:
         """See `DraftHead`. transformers keeps the experts of a layer in one tensor, checkpoints each by itself."""
         names = _SEPARATE_NAMES if self.is_separate else _APPENDED_NAMES
         published = self.prefix + with_prefix_of(names, name)
@@ -117,7 +118,7 @@ class MtpHead(DraftHead):
         stored = [tensors.read(f"{own}{each}.weight", wanted) for own in beginnings for each in parts]
         return torch.cat(stored).view(parameter.shape)
 
-    def advanced(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
+    def advance(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
         embedded = self.embed_tokens(token_ids)
         output: Tensor = self.layer(
             embedded,

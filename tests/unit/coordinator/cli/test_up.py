@@ -203,7 +203,7 @@ def test_smollm2_is_sampled_as_its_card_advises(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_smollm2_without_its_head_needs_no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bundled, "_SMOLLM2_FOLDERS", (tmp_path,))
+    monkeypatch.setattr(bundled, "SMOLLM2_FOLDERS", (tmp_path,))
     assert value(service_arguments(UpOptions(model="smollm2")).draft, "--method") == "suffix"
 
 

@@ -154,7 +154,7 @@ async def test_releasing_takes_effect_between_steps(llama: TinyModel) -> None:
 async def test_a_step_does_not_wait_for_a_sequence_that_was_released(
     llama: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.engine.core.scheduler._PATIENCE", 1e6)
+    monkeypatch.setattr("tandem.engine.core.scheduler.PATIENCE", 1e6)
     async with running(llama.backends, RowsHead()) as engine:
         async with asyncio.timeout(10):
             first, second = [await engine.open(60) for _ in range(2)]
@@ -341,7 +341,7 @@ async def test_impossible_settings_are_refused(
 
 async def test_a_warm_engine_knows_its_step_times(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """By sequences and tokens; sizes for which there is no room are missing."""
-    monkeypatch.setattr("tandem.engine.core.engine._WARM_UP_SECONDS", 1e6)
+    monkeypatch.setattr("tandem.engine.core.engine.WARM_UP_SECONDS", 1e6)
     async with running(llama.backends, GreedyHead(), max_sequences=4) as engine:
         assert not engine.info.step_profile.seconds
         await engine.warm_up()

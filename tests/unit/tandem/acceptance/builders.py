@@ -136,8 +136,8 @@ def synthetic(*schedule: float) -> Accept:
     return accepting(rules.synthetic(schedule))
 
 
-def relaxed(rule: rules.TokenRule, thinking: Sequence[bool], top_k: int = 10, delta: float = 0.6) -> Accept:
-    decide = rules.relaxed(rule, top_k, delta)
+def relax(rule: rules.TokenRule, thinking: Sequence[bool], top_k: int = 10, delta: float = 0.6) -> Accept:
+    decide = rules.relax(rule, top_k, delta)
     return accepting(
         lambda rounds, noise: decide([replace(each, thinking=thinking) for each in rounds], noise)
     )

@@ -39,7 +39,7 @@ from tests.unit.tandem.acceptance.builders import (
     greedy,
     logit_comparison,
     proposal,
-    relaxed,
+    relax,
     residual,
     sampled,
     statistics,
@@ -99,7 +99,7 @@ def test_the_most_probable_token_is_one_that_top_p_keeps() -> None:
     tied = dense_row([0.4, 0.4, 0.2])
     narrow = SamplingParams(temperature=1.0, top_p=0.1)
     assert greedy(proposal(), verification(tied), narrow, uniforms()).next_token_id == 1
-    inside = relaxed(rules.residual, [True])(proposal(2), verification(tied, tied), narrow, uniforms(0.5))
+    inside = relax(rules.residual, [True])(proposal(2), verification(tied, tied), narrow, uniforms(0.5))
     assert inside == Acceptance(0, 1, RECOVERED)
 
 
@@ -208,7 +208,7 @@ def test_rows_that_a_rule_cannot_use_are_refused(
     ("accept", "row"),
     [
         (accept, row)
-        for accept in [*ALL_RULES, relaxed(rules.residual, [])]
+        for accept in [*ALL_RULES, relax(rules.residual, [])]
         for row in (TokenRow(6), ROWS_OF["dense"](6), support_row({}, 6, statistics(argmax=6)))
         if accept is not strict or not isinstance(row, SupportRow)
     ],
@@ -276,14 +276,14 @@ def _row(prob: float, rank: int = 1, max_prob: float = 0.8) -> SupportRow:
 def test_a_token_inside_a_span_passes_by_rank_and_distance(prob: float, rank: int, kept: bool) -> None:
     """Among the top ten, and at most 0.5 below the maximum probability."""
     rows = verification(_row(prob, rank, max_prob=0.75), bonus_row(7))
-    acceptance = relaxed(rules.residual, [True], delta=0.5)(proposal(1), rows, SAMPLED, uniforms(1.0))
+    acceptance = relax(rules.residual, [True], delta=0.5)(proposal(1), rows, SAMPLED, uniforms(1.0))
     assert acceptance == (Acceptance(1, 7, BONUS) if kept else Acceptance(0, 6, RECOVERED))
 
 
 def test_a_token_without_probability_never_passes_inside_a_span() -> None:
     """As one that a grammar forbids, where the most probable token has little more."""
     rows = verification(_row(0.0, rank=1, max_prob=0.4), bonus_row(7))
-    acceptance = relaxed(rules.residual, [True], delta=0.5)(proposal(1), rows, SAMPLED, uniforms(1.0))
+    acceptance = relax(rules.residual, [True], delta=0.5)(proposal(1), rows, SAMPLED, uniforms(1.0))
     assert acceptance == Acceptance(0, 6, RECOVERED)
 
 
@@ -305,13 +305,13 @@ def test_each_span_is_decided_by_its_own_rule(
 ) -> None:
     rows = verification(*[_row(0.3)] * 3, bonus_row(7))
     drawn = uniforms(*accepted_at)
-    assert relaxed(rules.residual, thinking)(proposal(1, 1, 1), rows, SAMPLED, drawn) == expected
+    assert relax(rules.residual, thinking)(proposal(1, 1, 1), rows, SAMPLED, drawn) == expected
 
 
 def test_a_rejection_inside_ends_the_run_with_the_most_probable_token() -> None:
     rows = verification(_row(0.3), _row(0.1), _row(0.3), bonus_row(7))
     drawn = uniforms(0.9, 0.9, 0.1)
-    acceptance = relaxed(rules.residual, [True, True, False])(proposal(1, 1, 1), rows, SAMPLED, drawn)
+    acceptance = relax(rules.residual, [True, True, False])(proposal(1, 1, 1), rows, SAMPLED, drawn)
     assert acceptance == Acceptance(1, 6, RECOVERED)
 
 
@@ -319,10 +319,10 @@ def test_the_wrapped_rule_receives_the_logits_of_its_span() -> None:
     rows = verification(_row(0.3), _row(0.3), bonus_row(7))
     given = proposal(1, 1, logits=[9.0, -1.0])
     drawn = uniforms(0.9, 0.9)
-    accepted = relaxed(rules.logit_comparison, [True, False])(given, rows, SAMPLED, drawn)
+    accepted = relax(rules.logit_comparison, [True, False])(given, rows, SAMPLED, drawn)
     assert accepted == Acceptance(2, -1, NextToken.NONE)
     given = proposal(1, 1, logits=[9.0, 1.0])
-    accepted = relaxed(rules.logit_comparison, [True, False])(given, rows, SAMPLED, drawn)
+    accepted = relax(rules.logit_comparison, [True, False])(given, rows, SAMPLED, drawn)
     assert accepted == Acceptance(1, 6, RECOVERED)
 
 

@@ -207,7 +207,7 @@ async def test_health_watchers_are_bounded_and_block_no_other_call(
 async def test_a_health_call_without_a_message_is_ended(
     path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(interceptors, "_MESSAGE_SECONDS", 0.1)
+    monkeypatch.setattr(interceptors, "MESSAGE_SECONDS", 0.1)
     async with running(Scripted(), capsys, max_concurrent_streams=3) as address:
         async with grpc.aio.insecure_channel(address) as channel, AsyncExitStack() as calls:
             held = [silent(channel, path) for _ in range(2)]

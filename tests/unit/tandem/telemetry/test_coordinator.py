@@ -204,7 +204,7 @@ def test_spans_report_drafting_ahead(memory: InMemorySpanExporter) -> None:
     spans.round_ended(round_ended(4, 2))
     spans.round_ended(round_ended(4, 2, awaited=True))
     spans.round_ended(round_ended(4, 2, awaited=True, rank=0, saved=0.01))
-    spans.counted(SpeculationStats(ahead=AheadStats(2, 1, [1], 0.01)), None)
+    spans.record_statistics(SpeculationStats(ahead=AheadStats(2, 1, [1], 0.01)), None)
     spans.finished(None)
     *rounds, request = (dict(span.attributes or {}) for span in memory.get_finished_spans())
     listed = [

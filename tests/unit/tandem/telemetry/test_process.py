@@ -23,7 +23,7 @@ from prometheus_client import Histogram as UsualHistogram
 from tandem.engine.interface import KvUsage
 from tandem.errors import ConfigurationError
 from tandem.model.types import SpeculationStats
-from tandem.telemetry.metrics import Histogram, named, on_loop
+from tandem.telemetry.metrics import Histogram, name_metrics, on_loop
 from tandem.telemetry.process import OtlpExports, Telemetry, to_otlp
 from tandem.telemetry.service import ObservedService
 from tandem.telemetry.settings import TelemetryOptions, is_observed
@@ -291,7 +291,7 @@ async def test_every_metric_of_vllms_is_there_or_has_a_reason() -> None:
     found = {
         family.name.removeprefix("vllm:")
         for registry in (observed.registry, service.registry)
-        for family in named(registry, options).collect()
+        for family in name_metrics(registry, options).collect()
         if family.name.startswith("vllm:")
     }
     assert found == set(VLLM.split()) - NOT_HERE.keys()
@@ -310,7 +310,9 @@ def test_metrics_may_have_vllms_names() -> None:
     for operation in ("chat", "text_completion"):
         latency.labels("m", operation).observe(0.5)
     Gauge("tandem_round_things", "Ours.", registry=registry).set(1)
-    lines = generate_latest(named(registry, TelemetryOptions(metric_names="vllm"))).decode().splitlines()
+    lines = (
+        generate_latest(name_metrics(registry, TelemetryOptions(metric_names="vllm"))).decode().splitlines()
+    )
     for line in (
         'vllm:request_success_total{finished_reason="stop",model_name="m"} 2.0',
         'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="0"} 5.0',
@@ -319,4 +321,4 @@ def test_metrics_may_have_vllms_names() -> None:
     ):
         assert line in lines
     assert not any('"error"' in line for line in lines)
-    assert named(registry, TelemetryOptions()) is registry
+    assert name_metrics(registry, TelemetryOptions()) is registry

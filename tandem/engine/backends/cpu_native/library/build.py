@@ -41,7 +41,7 @@ _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-tr
           "-fopenmp")  # fmt: skip
 _ROOM_BYTES = 4 << 20
 """Room for an object and a library of 0.5 MB each, with much to spare."""
-_START_SECONDS = 300.0
+START_SECONDS = 300.0
 """Time to compile while a service starts. A quiet core takes 8 seconds; a share of a busy one takes longer."""
 _WHEEL_SECONDS = 3600.0
 """Time to compile for a wheel, which would be slower on every machine without."""
@@ -64,7 +64,7 @@ def built_kernels(folder: Path | None = None, target: str | None = None) -> Path
     processor = _processor() if target is None else ""
     library = folder / f"kernels-{_fingerprint(compiler, flags, processor)}.so"
     if not library.is_file():
-        _compile(compiler, flags, library, _START_SECONDS if target is None else _WHEEL_SECONDS)
+        _compile(compiler, flags, library, START_SECONDS if target is None else _WHEEL_SECONDS)
     return library
 
 
@@ -111,7 +111,8 @@ def _compile(compiler: str, flags: Sequence[str], library: Path, seconds: float)
             room.write_bytes(bytes(_ROOM_BYTES))  # a full disk is noticed now, not after the compilation
             room.unlink()
             logger.info("compiling kernels", extra={"compiler": compiler, "folder": str(library.parent)})
-            compiled, linked = Path(folder, "kernels.o"), Path(folder, "kernels.so")
+            compiled = Path(folder, "kernels.o")
+            linked = Path(folder, "kernels.so")
             done = _run([compiler, *flags, *WARNING_FLAGS, "-c", str(SOURCE), "-o", str(compiled)], seconds)
             if warnings := done.stderr.strip():
                 first = "\n".join(warnings.splitlines()[:20])
@@ -124,7 +125,7 @@ def _compile(compiler: str, flags: Sequence[str], library: Path, seconds: float)
         raise BuildError(f"the kernels could not be written: {error}") from None
 
 
-def _run(command: list[str], seconds: float = _START_SECONDS) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], seconds: float = START_SECONDS) -> subprocess.CompletedProcess[str]:
     """Run a compiler, which starts processes of its own. All of them end with this process, however it ends: the pipe
     closes, and `_end_with_parent` notices."""
     reader, writer = os.pipe()

@@ -203,7 +203,7 @@ def test_a_wheel_waits_longer_for_its_kernels_than_a_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A busy machine made images without kernels."""
-    monkeypatch.setattr("tandem.engine.backends.cpu_native.library.build._START_SECONDS", 0.001)
+    monkeypatch.setattr("tandem.engine.backends.cpu_native.library.build.START_SECONDS", 0.001)
     _use_compiler(monkeypatch, tmp_path, "sleep 0.1")
     with pytest.raises(BuildError, match="did not run"):
         built_kernels(tmp_path / "cache")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tandem.engine.backends.cpu_native.backend import TOKEN_COUNTS, CpuNativeBackend, PlannedBackend
 from tandem.engine.backends.cpu_native.layers import PackedLinear
-from tandem.engine.backends.cpu_native.plans import ExecutionPlan, Trace, TraceError, _products_shown, _Survey
+from tandem.engine.backends.cpu_native.plans import ExecutionPlan, Survey, Trace, TraceError, show_products
 from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, PageTable
 from tandem.engine.kv_cache.sequence import Segment, Sequence
@@ -202,7 +202,7 @@ def test_while_a_pass_is_traced_other_threads_compute(llama_runner: Runner) -> N
     layers = llama_runner.backend._model.module.modules()
     layer = next(layer for layer in layers if isinstance(layer, PackedLinear))
     inputs = torch.ones(1, 2, layer.in_features)
-    with ThreadPoolExecutor(1) as other, _products_shown():
+    with ThreadPoolExecutor(1) as other, show_products():
         beside = other.submit(layer, inputs).result()
     assert torch.equal(beside, layer(inputs))
 
@@ -216,7 +216,7 @@ def test_numbers_that_may_change_between_two_roundings_are_rounded_twice() -> No
 
     trace = traced(computed)
     ids = torch.arange(3)[None]
-    ((before, after),) = trace.run(_Survey(shares_casts=trace.shares_casts), ids, ids)
+    ((before, after),) = trace.run(Survey(shares_casts=trace.shares_casts), ids, ids)
     assert torch.equal(after, before + 1)
 
 

@@ -72,7 +72,8 @@ class Admission:
 
     @property
     def queued(self) -> int:
-        return self._places.waiting - self._unbounded + self._preparing
+        # One that has just been given its place waits no more, and is among the unbounded until its task runs.
+        return max(self._places.waiting - self._unbounded, 0) + self._preparing
 
     @contextmanager
     def stream(self, peer: str) -> Iterator[None]:

@@ -124,7 +124,8 @@ class GenerationServicer(GenerationServiceServicer):
 
     def _check_counts(self, request: generation_pb2.GenerateRequest) -> None:
         """Refuse more of anything than a request may have, before anything is built of it."""
-        models, bounds = self._completions.models, self._completions.bounds
+        models = self._completions.models
+        bounds = self._completions.bounds
         prompt_tokens = len(request.token_ids.token_ids)
         is_shortened = request.HasField("truncate_prompt_tokens")
         length = () if is_shortened else too_long(prompt_tokens, models.target.max_length)

@@ -195,7 +195,8 @@ def schedule_of_rate(rate: float, token_count: int) -> tuple[float, ...]:
     The token at position i (from 1) is accepted with probability b**i, since all before it must be; b solves
     mean(b**i) = rate. MAX's `synthetic_acceptance_rate`.
     """
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     # Enough for every float64 in [0, 1]
     for _ in range(60):
         middle = (low + high) / 2

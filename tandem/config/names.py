@@ -160,10 +160,16 @@ REFUSED_METHODS = {
 """Drafting methods, likewise. vLLM's deprecated names such as deepseek_mtp count as mtp."""
 
 
-STANDALONE, NGRAM, SUFFIX = "standalone", "ngram", "suffix"
+STANDALONE = "standalone"
+NGRAM = "ngram"
+SUFFIX = "suffix"
 SUFFIX_TREE_DEPTH = 24
 """Longest run of tokens that suffix trees remember, unless set. vLLM's default."""
-EAGLE, EAGLE3, MEDUSA, MTP, DFLASH = "eagle", "eagle3", "medusa", "mtp", "dflash"
+EAGLE = "eagle"
+EAGLE3 = "eagle3"
+MEDUSA = "medusa"
+MTP = "mtp"
+DFLASH = "dflash"
 
 METHODS = (STANDALONE, NGRAM, SUFFIX, EAGLE, EAGLE3, MEDUSA, MTP, DFLASH)
 """Drafting methods of this version."""

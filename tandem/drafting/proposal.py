@@ -145,7 +145,8 @@ class Drafting:
 
         A top-k that keeps all of them is left out.
         """
-        sampling, most = self.options.sampling, self.options.draft_top_k
+        sampling = self.options.sampling
+        most = self.options.draft_top_k
         top_k = min(sampling.top_k or most, most)
         if top_k >= candidate_count:
             top_k = 0
@@ -217,7 +218,7 @@ def extend_drafts(
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What became of a proposal by tokens that were drawn in a row."""
+    """A proposal behind tokens that were drawn in a row."""
 
     drafting: Drafting
     """The proposal, which may be a copy: it may have been in another process."""

@@ -190,7 +190,8 @@ def gpus_to_itself(count: int) -> Iterator[None]:
 @contextmanager
 def _report_progress() -> Iterator[None]:
     """Log that loading goes on. Workers in other processes, which may read weights for minutes, log warnings alone."""
-    began, is_loaded = time.perf_counter(), threading.Event()
+    began = time.perf_counter()
+    is_loaded = threading.Event()
 
     def tell() -> None:
         while not is_loaded.wait(_TOLD_EVERY_SECONDS):

@@ -320,7 +320,8 @@ class BlockCache:
     def step(self, segments: SequenceOf[Segment], row_counts: SequenceOf[int]) -> Step:
         parts = [self._part(segment, rows) for segment, rows in zip(segments, row_counts, strict=True)]
         new_blocks = self.manager.take_new_block_ids()
-        finished, self._finished = self._finished, []
+        finished = self._finished
+        self._finished = []
         return Step(
             parts, finished, new_blocks if self.manager.kv_cache_config.needs_kv_cache_zeroing else ()
         )
@@ -335,7 +336,8 @@ class BlockCache:
             ids = self.manager.get_block_ids(held.request.request_id)
             known = held.sent or (0,) * len(ids)
             new_ids = tuple(group[count:] for group, count in zip(ids, known, strict=True))
-            held.sent, held.sent_capacity = tuple(map(len, ids)), held.capacity
+            held.sent = tuple(map(len, ids))
+            held.sent_capacity = held.capacity
         # To the worker a proposal is no part of its sequence, so what is accepted of it is sent again.
         first = min(segment.start, held.sent_tokens)
         draft_count = max(row_count - 1, 0) if self.sends_proposals else 0

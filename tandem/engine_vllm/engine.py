@@ -424,7 +424,8 @@ class VllmSteps(StepBackend):
                 or tokens + branch.pending_count > self._limits.max_num_batched_tokens
             ):
                 yield rows
-                rows, tokens = [], 0
+                rows = []
+                tokens = 0
             rows.append(number)
             tokens += branch.pending_count
         if rows:

@@ -58,7 +58,7 @@ class _LastPart:
 
 @dataclass(slots=True)
 class _Read:
-    """What the head has read of one sequence, and what it proposes behind it."""
+    """The pairs of one sequence that the head has read, and its proposal behind them."""
 
     pairs: list[int] = field(default_factory=list)
     """The token of each of its pairs: that of position 0 is the sequence's second token."""
@@ -236,7 +236,7 @@ class VllmHeads:
         return own is not None and own.is_asked
 
     def _end_of(self, part: _LastPart, job: Job[RowRequest] | None) -> RoundEnd:
-        """What a part's round came to, by the sequence's tokens now, and by the one that its job withholds; its pairs
+        """The end of a part's round, by the sequence's tokens now, and by the one that its job withholds; its pairs
         are noted."""
         sequence = part.sequence
         own = self._read.get(sequence)

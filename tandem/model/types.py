@@ -25,7 +25,8 @@ IntArray = npt.NDArray[np.int64]
 
 MIN_TEMPERATURE = 1e-4
 """Lowest temperature above 0: a logit divided by less may exceed the range of binary32."""
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+MIN_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 100.0
 """Bounds for the same reason."""
 
 

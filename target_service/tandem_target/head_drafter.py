@@ -34,7 +34,8 @@ from tandem.model.types import Delta, DraftOptions, Proposal, StepCost, StepProf
 
 logger = logging.getLogger(__name__)
 
-SUPPORT_MASS, TOP_K = 0.97, 512
+SUPPORT_MASS = 0.97
+TOP_K = 512
 """Defaults of a standalone draft as well (`draft_support_mass`, `draft_top_k`)."""
 _MAX_FAILURES = 8
 """Failures in a row after which the head is given up: as many failed steps stop an engine."""

@@ -164,7 +164,7 @@ async def test_a_replica_with_a_broken_stream_must_pass_a_health_check_first() -
         assert shot(replicas, target.address).state is ReplicaState.DOWN
         assert shot(replicas, target.address).reason == "its stream broke"
         assert replicas.targets.choose() is None
-        assert await replicas.targets.chosen(SECONDS) is member
+        assert await replicas.targets.wait_for_ready(SECONDS) is member
 
 
 async def test_a_replica_with_another_model_is_incompatible_until_it_returns_with_the_right_one() -> None:

@@ -49,7 +49,8 @@ class AdminServicer:
         add_AdminServiceServicer_to_server(self, server)  # type: ignore[arg-type]
 
     def _handler(self, name: str) -> Callable[[Any, Context], Awaitable[Any]]:
-        (method, form), response = _CALLS[name], getattr(pb, f"{name}Response")
+        method, form = _CALLS[name]
+        response = getattr(pb, f"{name}Response")
         (field,) = response.DESCRIPTOR.fields_by_name
 
         async def handle(request: Any, context: Context) -> Any:

@@ -113,9 +113,11 @@ def transport(where: Endpoint) -> Finding:
 
 def report_refusal(where: Endpoint, error: TandemError) -> Finding:
     """Reason why the coordinator could not be asked, though it is there."""
-    check, advice = "answer", ""
+    check = "answer"
+    advice = ""
     if isinstance(error, UnauthenticatedError | PermissionDeniedError):
-        check, advice = "token", "give the coordinator's admin token with --token-file"
+        check = "token"
+        advice = "give the coordinator's admin token with --token-file"
     elif isinstance(error, ServiceUnavailableError) and where.credentials.uses_tls:
         advice = "check --tls-ca-file and --tls-server-name, and whether it speaks TLS at all"
     elif isinstance(error, ServiceUnavailableError):

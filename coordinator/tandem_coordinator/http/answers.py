@@ -142,7 +142,8 @@ class Answer(ABC):
 
     def add(self, index: int, chunk: Chunk) -> Said:
         """Note a piece of one of the completions: what its text is."""
-        choice, is_last = self.choices[index], chunk.summary is not None
+        choice = self.choices[index]
+        is_last = chunk.summary is not None
         reader = choice.reader
         said = Said(chunk.text)
         if reader is not None:
@@ -225,7 +226,8 @@ class ChoicesAnswer(Answer):
 
     def keep(self, index: int, chunk: Chunk) -> int:
         self.add(index, chunk)
-        choice, kept = self.choices[index], len(chunk.text.encode("utf-8", "replace"))
+        choice = self.choices[index]
+        kept = len(chunk.text.encode("utf-8", "replace"))
         lists = [(choice.logprobs[name], items) for name, items in self._logprobs(choice, chunk).items()]
         lists += [(choice.ids[name], items) for name, items in self._ids(index, chunk).items()]
         if chunk.prompt_logprobs:
@@ -259,7 +261,8 @@ class ChoicesAnswer(Answer):
     async def events(self, chunks: AsyncGenerator[tuple[int, Chunk]]) -> AsyncGenerator[bytes]:
         async with aclosing(chunks):
             async for index, chunk in chunks:
-                choice, said = self.choices[index], self.add(index, chunk)
+                choice = self.choices[index]
+                said = self.add(index, chunk)
                 is_first = len(choice.contents) == 1
                 has_text = said.content or said.calls or said.reasoning
                 if not (has_text or chunk.summary or chunk.logprobs or self._with_ids or is_first):
@@ -281,7 +284,8 @@ class ChoicesAnswer(Answer):
         yield b"data: [DONE]\n\n"
 
     def _describe(self, index: int, logprobs: dict[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:
-        reader, summary = self.choices[index].reader, self.choices[index].summary
+        reader = self.choices[index].reader
+        summary = self.choices[index].summary
         reason = summary and summary.finish_reason
         has_called = reader is not None and reader.has_called and reason is FinishReason.STOP
         return {
@@ -413,7 +417,8 @@ class CompletionAnswer(ChoicesAnswer):
 class ChatAnswer(ChoicesAnswer):
     """An answer of `/v1/chat/completions`."""
 
-    whole_object, piece_object = "chat.completion", "chat.completion.chunk"
+    whole_object = "chat.completion"
+    piece_object = "chat.completion.chunk"
     prefix = "chatcmpl"
     beside_logprobs: Mapping[str, None] = {"refusal": None}
 
@@ -563,7 +568,10 @@ class Reply(Response):
         own = _EVENT_HEADERS if streams else {"content-type": "application/json"}
         super().__init__(headers={**own, **headers})
         del self.headers["content-length"]
-        self._answer, self._chunks, self._calls, self._held = answer, chunks, calls, held
+        self._answer = answer
+        self._chunks = chunks
+        self._calls = calls
+        self._held = held
         self._write = self._stream if streams else self._whole
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

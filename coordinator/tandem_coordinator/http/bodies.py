@@ -28,10 +28,13 @@ BodyT = TypeVar("BodyT", bound=Body)
 BODY_SECONDS = 30.0
 """Time for a client to send a body; docs/security.md promises it."""
 
-_MIN_VALUES, _OTHER_VALUES, _MAX_CONTAINERS = 1 << 15, 1 << 12, 1 << 13
+_MIN_VALUES = 1 << 15
+_OTHER_VALUES = 1 << 12
+_MAX_CONTAINERS = 1 << 13
 """Parsing a value takes up to 0.3 us; parsing an object or a field, and reporting its errors, up to 5 us. So a body at
 its bounds takes some 50 ms."""
-_MANY_VALUES, _MANY_CONTAINERS = 1 << 12, 1 << 8
+_MANY_VALUES = 1 << 12
+_MANY_CONTAINERS = 1 << 8
 """Parsing more takes as long as parsing `LARGE_BYTES`, and so takes a turn."""
 
 _FREE_BYTES = 64 << 10
@@ -65,7 +68,8 @@ class Share:
         end, and every other one that grows meanwhile would be refused as well."""
         self._bytes += count
         counted = max(self._bytes - _FREE_BYTES, 0)
-        of, more = self._of, counted - self._counted
+        of = self._of
+        more = counted - self._counted
         if more > 0 and of.held + more > of.max_bytes:
             self.close()
             raise CapacityError(of.advice.format(max_bytes=of.max_bytes), RETRY_SECONDS)
@@ -130,7 +134,8 @@ class BodyReader:
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
             raise HttpError(415, f"content-type is {content_type or 'not set'}; it must be application/json")
-        max_length, biases = completions.models.target.max_length, completions.bounds.max_logit_biases
+        max_length = completions.models.target.max_length
+        biases = completions.bounds.max_logit_biases
         max_values = max(_MIN_VALUES, max_length + _OTHER_VALUES) + biases
         shape = JsonShape(max_values, _MAX_CONTAINERS + biases)
         with closing(Share(self._held)) as share:

@@ -69,12 +69,16 @@ class Chats:
     async def meet(self, model: str, tokenizer_files: Mapping[str, bytes], *, is_checked: bool) -> None:
         """Take the template of the target's tokenizer files where none is configured, and compile it now if it
         `is_checked`, else at its first use."""
-        self._model, config = model, _config(tokenizer_files)
+        self._model = model
+        config = _config(tokenizer_files)
         self._special_tokens = _special_tokens(config)
         self.tokenizer_info = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
-        source, name, refusal = self._override, "chat_template", ConfigurationError
+        source = self._override
+        name = "chat_template"
+        refusal = ConfigurationError
         if source is None:
-            (source, name), refusal = _own_template(tokenizer_files, config), ModelFolderError
+            source, name = _own_template(tokenizer_files, config)
+            refusal = ModelFolderError
         if source is None:
             return
         self.tokenizer_info["chat_template"] = source

@@ -219,7 +219,7 @@ class Sampled(AboutCaller):
     logprob_token_ids: Any = only([], because="alternatives are the most probable tokens")
     routed_experts_prompt_start: Any = only(0, because="experts are not reported")
     return_token_offsets: Any = only(False, because="text_lengths of return_token_ids say where tokens lie")
-    return_weight_versions: Any = only(False, because="weights do not change while they are served")
+    return_weight_versions: Any = only(False, because="system_fingerprint names the weights")
     repetition_detection: Any = only(because="use repetition_penalty, or stop strings")
     thinking_token_budget: Any = only(-1, because="reasoning has no limit of its own; set max_tokens")
     watermarking: Any = only(False, because="texts are not marked")
@@ -616,7 +616,8 @@ def as_one_text(name: str, content: Any, kinds: Sequence[str] = ("text",)) -> An
 
 def field_rows() -> Iterator[tuple[str, str, str]]:
     """Each field of a completion: its name, the endpoint (both, completions, chat), and its meaning."""
-    completions, chat = CompletionBody.model_fields, ChatBody.model_fields
+    completions = CompletionBody.model_fields
+    chat = ChatBody.model_fields
     for name, field in {**completions, **chat}.items():
         if name in completions and name in chat and completions[name].description == field.description:
             yield name, "both", field.description or ""

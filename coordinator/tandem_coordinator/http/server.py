@@ -45,11 +45,13 @@ class HttpServer:
     def __init__(self, settings: CoordinatorSettings, app: ASGIApp) -> None:
         """Bind the address of the settings."""
         assert settings.http_port is not None
-        tls, host = _make_context(settings), settings.http_host
+        tls = _make_context(settings)
+        host = settings.http_host
         self._socket = _listening_socket(host, settings.http_port)
         name = f"[{host}]" if ":" in host else host
         self.url = f"{'http' if tls is None else 'https'}://{name}:{self._socket.getsockname()[1]}"
-        self._app, self._max_connections = app, settings.http_max_connections
+        self._app = app
+        self._max_connections = settings.http_max_connections
         served: ASGIApp = self
         if allowed := split_entries(settings.cors_origin):
             exposed = [IGNORED_HEADER, ALONE_HEADER, "Retry-After", "Retry-After-Ms", "X-Request-Id"]
@@ -168,7 +170,9 @@ def _listening_socket(host: str, port: int) -> socket.socket:
 
 def _make_context(settings: CoordinatorSettings) -> ssl.SSLContext | None:
     """TLS with the certificate that the files hold by the time of each handshake; None without TLS."""
-    cert, key, client_ca = settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file
+    cert = settings.tls_cert_file
+    key = settings.tls_key_file
+    client_ca = settings.tls_client_ca_file
     if cert is None or key is None:
         return None
     paths = [cert, key, *([] if client_ca is None else [client_ca])]

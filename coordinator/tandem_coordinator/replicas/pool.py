@@ -501,7 +501,7 @@ class Pool(Generic[ClientT]):
         others = (member for member in self.members.values() if member not in avoid)
         return any(member.is_ready or member.is_doubted for member in others)
 
-    async def chosen(
+    async def wait_for_ready(
         self, seconds: float, avoid: Collection[Member[ClientT]] = (), fingerprint: str = ""
     ) -> Member[ClientT] | None:
         """Wait for a ready replica and choose it; None when there is none in time, or none with the weights."""

@@ -78,7 +78,8 @@ class ChunkQueue:
         Returns once the reader has it, or at once if it is held; after the last chunk, once the reader asks for more.
         """
         self._held.append(chunk)
-        is_last, count = chunk.summary is not None, sum(len(held.token_ids) for held in self._held)
+        is_last = chunk.summary is not None
+        count = sum(len(held.token_ids) for held in self._held)
         may_wait = self._has_begun and count < self._interval and not is_last
         self._has_begun = self._has_begun or count > 0
         if may_wait:

@@ -112,7 +112,8 @@ def _counts(subject: BoundedRequest) -> Iterator[str]:
 
 @rule("Structured output is allowed (`structured_output`), and its source has at most `max_grammar_bytes`.")
 def _structured_output(subject: BoundedRequest) -> Iterator[str]:
-    grammar, bounds = subject.request.grammar, subject.bounds
+    grammar = subject.request.grammar
+    bounds = subject.bounds
     if grammar is None:
         return
     if bounds.structured_output == "refuse":
@@ -307,13 +308,15 @@ def _truncation(subject: TokenizedRequest) -> Iterator[str]:
     "completion."
 )
 def _min_tokens_fit(subject: TokenizedRequest) -> Iterator[str]:
-    request, target = subject.request, subject.target
+    request = subject.request
+    target = subject.target
     if request.min_tokens <= 0:
         return
     room = target.max_length - len(subject.prompt)
     limit = f"the room that max_length ({target.max_length}) leaves after the prompt, {room}"
     if request.max_tokens is not None and request.max_tokens < room:
-        room, limit = request.max_tokens, f"max_tokens, {request.max_tokens}"
+        room = request.max_tokens
+        limit = f"max_tokens, {request.max_tokens}"
     if request.min_tokens > room:
         yield f"min_tokens is {request.min_tokens}; it must be at most {limit}"
     if len({*target.eos_token_ids, *request.stop_token_ids}) >= target.vocabulary_size:
@@ -322,7 +325,8 @@ def _min_tokens_fit(subject: TokenizedRequest) -> Iterator[str]:
 
 @rule("With `max_tokens_must_fit`, which OpenAI's API implies, `max_length` leaves room for `max_tokens`.")
 def _max_tokens_fit(subject: TokenizedRequest) -> Iterator[str]:
-    request, room = subject.request, subject.target.max_length - len(subject.prompt)
+    request = subject.request
+    room = subject.target.max_length - len(subject.prompt)
     if request.max_tokens_must_fit and request.max_tokens is not None and 0 < room < request.max_tokens:
         yield (
             f"max_tokens is {request.max_tokens}; it must be at most {room}: max_length is "

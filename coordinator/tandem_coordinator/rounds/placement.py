@@ -170,7 +170,8 @@ class DraftPlacement:
         """Leave a draft that drains or hangs if another can take over, and one that has lost the sequence."""
         if self.current is None:
             return
-        member, sequence = self.current.member, self.current.sequence
+        member = self.current.member
+        sequence = self.current.sequence
         has_lost = self._has_lost_sequence()
         hangs = has_lost or (sequence.is_open and sequence.late_seconds > _ABANDON_SECONDS)
         is_good = member.is_ready and not hangs
@@ -230,7 +231,8 @@ class DraftPlacement:
         None if it waited for an earlier one, since that says nothing about the time of steps."""
         current = self.current
         assert current is not None
-        was_idle, began = current.sequence.is_idle, time.monotonic()
+        was_idle = current.sequence.is_idle
+        began = time.monotonic()
         # One that is idle has read its prompt, in a place of its own
         is_unread = not was_idle and not current.sequence.is_open
         waits = is_unread and current.member.client.load.is_full

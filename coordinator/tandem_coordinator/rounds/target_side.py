@@ -292,7 +292,7 @@ class FailoverTarget:
         if trouble.is_suspect:
             member = await self._member_for_suspect(trouble, seconds)
         else:
-            member = await self._pool.chosen(seconds, trouble.avoided, self._fingerprint)
+            member = await self._pool.wait_for_ready(seconds, trouble.avoided, self._fingerprint)
         if member is not None:
             return member
         if not self._pool.has_weights(self._fingerprint):

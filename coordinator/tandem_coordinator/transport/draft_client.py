@@ -420,7 +420,8 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
     def _hand_over(self) -> None:
         """The answer is somebody's."""
         self._answer = self._late_since = None
-        self._is_asked, self.is_open = False, True
+        self._is_asked = False
+        self.is_open = True
 
     def take(self, answer: wire.Answer) -> None:
         if isinstance(answer, DraftedOutcomes):

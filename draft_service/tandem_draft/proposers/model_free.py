@@ -20,8 +20,10 @@ from tandem.model.types import Delta, DraftOptions, ModelInfo, Proposal, Propose
 from tandem.serving.fair_places import FairPlaces, extra_places
 from tandem_draft.settings import DraftSettings
 
-_PROFILED_TOKENS, _PROFILED_LENGTH = 256, 4
-"""The text and the proposals by which the method measures itself: a short chat and the default length."""
+_PROFILED_TOKENS = 256
+"""Tokens of the text by which the method measures itself: a short chat."""
+_PROFILED_LENGTH = 4
+"""Tokens of the proposals that it makes then: the default length."""
 
 
 class ModelFreeProposer:

@@ -279,7 +279,8 @@ class SuffixTree:
         section 4: C(N) and D(N); a single path in place of the tree of it).
         """
         token_ids: list[int] = []
-        prob, score = 1.0, 0.0
+        prob = 1.0
+        score = 0.0
         while True:
             for token_id in self._label(node, depth, min(node.depth, depth + limit - len(token_ids))):
                 if token_id == END:

@@ -12,8 +12,14 @@ from tandem_audit import __version__
 from tandem_audit.run import MAIN, Audit
 from tandem_audit.statistics import ALPHA, CONFIDENCES, LEVEL, POSITIONS, TestResult
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 720, 260, 64, 52, 16
-_RED, _BLUE, _GREY = "#b91c1c", "#1d4ed8", "#64748b"
+_WIDTH = 720
+_HEIGHT = 260
+_LEFT = 64
+_BOTTOM = 52
+_TOP = 16
+_RED = "#b91c1c"
+_BLUE = "#1d4ed8"
+_GREY = "#64748b"
 
 
 def as_dict(audit: Audit) -> dict[str, Any]:

@@ -40,7 +40,8 @@ from tandem_audit.statistics import (
     permutation_p,
 )
 
-TEMPERATURE, TOP_P = 0.6, 0.8
+TEMPERATURE = 0.6
+TOP_P = 0.8
 """Sampling parameters of the two shorter looks."""
 MAIN = "temperature 1"
 COLD = f"temperature {TEMPERATURE:g}"

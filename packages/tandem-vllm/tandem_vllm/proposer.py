@@ -49,7 +49,8 @@ from tandem_vllm.settings import VllmSettings, read_settings
 WORKER = "tandem_vllm.worker.TandemWorker"
 """The worker class for vLLM's `--worker-cls`."""
 
-_DRAFT_TOP_K, _DRAFT_SUPPORT_MASS = 1024, 0.995
+_DRAFT_TOP_K = 1024
+_DRAFT_SUPPORT_MASS = 0.995
 """Wider than a coordinator's, which has a target send probabilities of as many tokens back: acceptance is then within a
 point of a draft's that draws from all tokens (docs/measurements.md)."""
 _MAX_BRANCHES = 16
@@ -71,8 +72,9 @@ class Way(Enum):
 
 _TRIAL_STEPS = 12
 """Steps in a trial of another way."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 32, 8192
-"""Steps before the first trial, and between later ones; each that changes nothing doubles the pause."""
+_FIRST_PAUSE = 32
+"""Steps before the first trial. Each trial that changes nothing doubles the pause before the next."""
+_LONGEST_PAUSE = 8192
 _MEMORY_STEPS = 96.0
 """Steps that the speed of each way averages over."""
 
@@ -155,8 +157,10 @@ MAX_SECONDS = 0.5
 """Maximum patience, whatever was learnt: a draft that hangs delays clients by this much at most."""
 MIN_SECONDS = 0.001
 """Minimum patience: a continuation drafted ahead is there in less."""
-_FIRST_PAUSE_STEPS, _MAX_PAUSE_STEPS = 8, 1024
-"""Steps that do not wait after waits in vain: twice as many each time, up to some ten seconds of a small model."""
+_FIRST_PAUSE_STEPS = 8
+"""Steps that do not wait after the first waits in vain; twice as many each further time."""
+_MAX_PAUSE_STEPS = 1024
+"""Some ten seconds of a small model."""
 _VAIN_WAITS = 3
 """Waits in vain, one after the other, before such a pause."""
 _PRIOR_ACCEPTANCE = 0.5

@@ -44,7 +44,8 @@ def simulate(
     generator = np.random.default_rng(seed)
     evidence = Evidence({name: Calibration(name != MAIN, PROPOSED + 1) for name in _LOOKS})
     prompts = np.random.default_rng(1).integers(0, language.size**2, _PROMPTS)
-    size, removed = 16 * LENGTH, 0  # in batches, as `tandem_audit.run` reads completions
+    size = 16 * LENGTH  # in batches, as `tandem_audit.run` reads completions
+    removed = 0
     for name, (share, *_) in _LOOKS.items():
         count = max(1, round(tokens * share / size)) * size // LENGTH
         contexts = np.resize(prompts, count)
@@ -110,7 +111,8 @@ def biases(language: Language) -> dict[str, FloatArray]:
 
 def _argument_of(wanted: float, rising: Callable[[float], float]) -> float:
     """Where a rising function has a value, by bisection."""
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     for _ in range(50):
         middle = (low + high) / 2
         if rising(middle) < wanted:

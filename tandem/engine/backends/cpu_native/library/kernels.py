@@ -168,7 +168,8 @@ class Kernels:
         loaded.tandem_block.restype = _INTEGER
         self.block: int = loaded.tandem_block()
         """Outputs of a linear layer that are packed side by side."""
-        i, p = _INTEGER, _POINTER
+        i = _INTEGER
+        p = _POINTER
         self._replay = _function(loaded.tandem_replay, i, p, i)
         self._probabilities = _function(loaded.tandem_probabilities, None, p, i, i, i, p, p, i)
         self._sample = _function(loaded.tandem_sample, None, p, i, i, p, p, p, i)
@@ -218,7 +219,8 @@ class Kernels:
     def sample(self, probs: Tensor, keys: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Sample as `tandem.model.sampling.noise.sample` does: probs float64 [R, V], keys int64 [R]; 0 for a row of
         zeros."""
-        probs, keys = probs.contiguous(), keys.contiguous()
+        probs = probs.contiguous()
+        keys = keys.contiguous()
         token_ids = None if token_ids is None else token_ids.contiguous()
         samples = torch.empty(probs.shape[0], dtype=torch.int64)
         self._sample(
@@ -241,7 +243,8 @@ class Kernels:
 
 
 def _function(function: Any, result: Any, *arguments: Any) -> Any:
-    function.restype, function.argtypes = result, arguments
+    function.restype = result
+    function.argtypes = arguments
     return function
 
 

@@ -358,10 +358,6 @@ def non_finite_logits_logged(request_id: str) -> Iterator[None]:
         raise
 
 
-VLLM_IS_FIXED = "the engine vllm reads weights at its start alone; start it again, or set engine to tandem"
-"""See `EngineOwner.fixed_because`."""
-
-
 class SleepingEngine(RunningModel):
     """Stands for an engine whose memory is freed."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from tandem.config.names import DFLASH, EAGLE, EAGLE3, MEDUSA, MTP
 from tandem.engine.core.engine import RowEngine
@@ -12,7 +13,7 @@ from tandem.engine.core.inline import InlineEngine
 from tandem.engine.core.reloading import EmbeddedModel
 from tandem.engine.core.selection import choose_backends
 from tandem.engine.hidden_states import HiddenStateTap, PairedStates, as_model
-from tandem.engine.interface import VLLM_IS_FIXED, EngineSettings
+from tandem.engine.interface import EngineSettings
 from tandem.engine.kv_cache.arena import memory_allowance
 from tandem.engine.models.heads.dflash import DFlashHead
 from tandem.engine.models.heads.eagle import Eagle3Head, EagleHead
@@ -48,18 +49,7 @@ def load_verifier(
 ) -> Verifier:
     """Load the model that the settings name. `on_head_step` learns of the steps of the target's own head."""
     if settings.uses_vllm:
-        from tandem.engine_vllm.engine import load_vllm, vllm_head
-
-        proposed = settings.num_speculative_tokens
-        chosen = chosen_head(settings) if settings.has_head else None
-        head = None if chosen is None else vllm_head(*chosen)
-        vllm = load_vllm(settings, settings.model, proposal_length=proposed, head=head, on_failure=on_failure)
-        limits = EngineSettings.of(settings)
-        engine = RowEngine(vllm, limits, on_step, on_failure=on_failure, drafter=vllm.heads)
-        verifier = _verifier(engine, settings)
-        verifier.own_head = vllm.heads
-        verifier.fixed_because = VLLM_IS_FIXED
-        return verifier
+        return _load_over_vllm(settings, on_step, on_failure)
     if settings.has_head:
         return _load_with_head(settings, on_step, on_failure, on_head_step)
     if settings.shared_storage_path is not None:
@@ -72,6 +62,43 @@ def load_verifier(
     verifier = _verifier(model.make_engine(), settings)
     verifier.model = model
     return verifier
+
+
+def _load_over_vllm(settings: TargetSettings, on_step: OnStep, on_failure: OnFailure) -> Verifier:
+    """Load a target that vLLM runs, with its head if it has one."""
+    from tandem.engine_vllm.engine import VllmModel, load_vllm, vllm_head
+    from tandem.engine_vllm.reloading import VllmWeights
+
+    chosen = chosen_head(settings) if settings.has_head else None
+    head = None if chosen is None else vllm_head(*chosen)
+
+    def load(folder: Path) -> VllmModel:
+        return load_vllm(
+            settings,
+            folder,
+            proposal_length=settings.num_speculative_tokens,
+            head=head,
+            on_failure=on_failure,
+        )
+
+    def make_engine(model: VllmModel) -> RowEngine:
+        limits = EngineSettings.of(settings)
+        return RowEngine(model, limits, on_step, on_failure=on_failure, drafter=model.heads)
+
+    if chosen is None:
+        model = VllmWeights(settings.model, load, make_engine)
+        verifier = _verifier(model.make_engine(), settings)
+        verifier.model = model
+        return verifier
+    vllm = load(settings.model)
+    verifier = _verifier(make_engine(vllm), settings)
+    verifier.own_head = vllm.heads
+    verifier.fixed_because = HEAD_READS_STATES.format(chosen[0])
+    return verifier
+
+
+HEAD_READS_STATES = "it hosts the drafting head {}, which reads the states of the present ones"
+"""See `EngineOwner.fixed_because`."""
 
 
 def _load_with_files(settings: TargetSettings, on_step: OnStep, on_failure: OnFailure) -> Verifier:
@@ -125,7 +152,7 @@ def _load_with_head(
     engine = RowEngine(runner, target_limits, on_step, on_failure=on_failure, drafter=own_head)
     verifier = _verifier(engine, settings)
     verifier.own_head = own_head
-    verifier.fixed_because = f"it hosts the drafting head {name}, which reads the states of the present ones"
+    verifier.fixed_because = HEAD_READS_STATES.format(name)
     return verifier
 
 

@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from tandem.clients.admin_client import AdminClient
 from tandem.clients.client import Client, serves
 from tandem.clients.weights_client import WeightsClient
-from tandem.engine.interface import VLLM_IS_FIXED
 from tandem.errors import (
     AbortedError,
     CapacityError,
@@ -380,15 +379,6 @@ async def test_a_draft_without_a_model_has_no_weights(root: Path, monkeypatch: p
     ngram: dict[str, Any] = {"speculative_method": "ngram", "max_length": None, "dtype": "auto"}
     async with running(DraftService, None, root, monkeypatch, **ngram) as draft:
         await keeps_its_weights(draft, "this draft works without a model, so it has none")
-
-
-async def test_an_engine_that_reads_weights_at_its_start_alone_says_so(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the engine vllm answers, which sets the same reason."""
-    async with running(TargetService, root / "one", root, monkeypatch) as target:
-        target.service._models[0].fixed_because = VLLM_IS_FIXED
-        await keeps_its_weights(target, "the engine vllm reads weights at its start alone")
 
 
 async def keeps_its_weights(service: Running, sentence: str) -> None:

@@ -7,15 +7,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 from tandem.drafting.proposal import Drafting, propose_head, propose_where_logits_are, with_defaults
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.reloading import EmbeddedModel
 from tandem.engine.core.selection import Backends
-from tandem.engine.interface import VLLM_IS_FIXED, EngineOwner, EngineSettings
+from tandem.engine.interface import EngineOwner, EngineSettings, ReloadableModel
 from tandem.engine.models.checkpoint import TOKENIZER_FILE
 from tandem.engine.rows import TORCH_SAMPLER, Sampler
-from tandem.engine.steps import ModelRunner
 from tandem.model.grammar import Grammars
 from tandem.model.types import DraftOptions, ModelInfo, Proposal, RowKind
 from tandem.telemetry.streams import OnStep
@@ -31,51 +31,45 @@ def load_standalone(
 ) -> StandaloneProposer:
     """Load the model that the settings name."""
     folder = settings.checkpoint
-    runner: ModelRunner
+    limits = EngineSettings.of(settings)
     drafts_ahead = True
     has_vocabularies = True
     sampler = TORCH_SAMPLER
-    model: EmbeddedModel[Engine[Drafting, Proposal]] | None = None
+    model: ReloadableModel[Engine[Drafting, Proposal]]
     if settings.uses_vllm:
-        from tandem.engine_vllm.engine import load_vllm
+        from tandem.engine_vllm.engine import VllmModel, load_vllm
+        from tandem.engine_vllm.reloading import VllmWeights
 
         # Workers in processes of their own would be sent the shared tokens with each step.
         has_vocabularies = settings.device_count == 1
         drafts_ahead = has_vocabularies and settings.enable_prefix_caching
-        runner = load_vllm(
-            settings,
-            folder,
-            load_config=settings.draft_load_config,
-            on_failure=on_failure,
-        )
-        engine = Engine(
-            runner,
-            propose_where_logits_are,
-            EngineSettings.of(settings),
-            on_step=on_step,
-            on_failure=on_failure,
-        )
+
+        def load(folder: Path) -> VllmModel:
+            return load_vllm(settings, folder, load_config=settings.draft_load_config, on_failure=on_failure)
+
+        def make_over_vllm(runner: VllmModel) -> Engine[Drafting, Proposal]:
+            return Engine(runner, propose_where_logits_are, limits, on_step=on_step, on_failure=on_failure)
+
+        model = VllmWeights(folder, load, make_over_vllm)
     else:
 
         def make_engine(backends: Backends) -> Engine[Drafting, Proposal]:
             head = partial(propose_head, sampler=backends.sampler)
-            return Engine(backends, head, EngineSettings.of(settings), on_step=on_step, on_failure=on_failure)
+            return Engine(backends, head, limits, on_step=on_step, on_failure=on_failure)
 
-        model = EmbeddedModel(settings, folder, make_engine)
-        engine = model.make_engine()
-        runner = model.backends
-        sampler = model.backends.sampler
+        embedded = EmbeddedModel(settings, folder, make_engine)
+        model = embedded
+        sampler = embedded.backends.sampler
     tokenizer = folder / TOKENIZER_FILE
     return StandaloneProposer(
-        engine,
+        model.make_engine(),
         settings.draft_top_k,
         settings.draft_support_mass,
         sampler,
-        Grammars.of(tokenizer, runner.info),
+        Grammars.of(tokenizer, model.info),
         drafts_ahead=drafts_ahead,
-        vocabularies=Vocabularies(tokenizer, runner.info) if has_vocabularies else None,
+        vocabularies=Vocabularies(tokenizer, model.info) if has_vocabularies else None,
         model=model,
-        fixed_because=VLLM_IS_FIXED if model is None else "",
     )
 
 

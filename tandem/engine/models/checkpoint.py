@@ -39,7 +39,12 @@ class Weights:
     """Tensors that hold anything."""
     value_count: int
     """Numbers in all of the tensors."""
-    names: frozenset[str]
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of each tensor, by name."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.shapes)
 
 
 def find_weights(folder: Path, max_tensors: int | None = None) -> Weights:
@@ -47,7 +52,7 @@ def find_weights(folder: Path, max_tensors: int | None = None) -> Weights:
     files = _weight_files(folder)
     shapes = [shape for file in files for shape in _shapes(file, max_tensors)]
     sizes = [prod(shape) for _, shape in shapes]
-    return Weights(files, sum(size > 0 for size in sizes), sum(sizes), frozenset(name for name, _ in shapes))
+    return Weights(files, sum(size > 0 for size in sizes), sum(sizes), dict(shapes))
 
 
 def weights_fingerprint(folder: Path, weights: Weights) -> str:

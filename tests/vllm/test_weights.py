@@ -29,10 +29,8 @@ OPTIONS: dict[str, Any] = {
     "enforce_eager": True,
 }
 SHAPE = {"hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
-REQUESTS = [
-    GenerationRequest((5, 6, 7, 300 + 7 * index), max_tokens=24, temperature=0.0, ignore_eos=True)
-    for index in range(4)
-]
+PROMPTS = [(5, 6, 7, 300 + 7 * index) for index in range(4)]
+REQUESTS = [GenerationRequest(prompt, max_tokens=24, temperature=0.0, ignore_eos=True) for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +54,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def assert_served(address: str, folder: Path) -> None:
-    """The texts are those of the weights in the folder, and each says so."""
+    """The texts are those of the weights in the folder."""
     model = load_reference(folder)
     done = await complete_all(address, REQUESTS)
-    for request, each in zip(REQUESTS, done, strict=True):
+    for prompt, each in zip(PROMPTS, done, strict=True):
         text = list(each.token_ids)
-        assert text == most_probable(model, request.prompt, text)
+        assert text == most_probable(model, prompt, text)
 
 
 async def test_a_target_over_vllm_takes_other_weights_and_sleeps(

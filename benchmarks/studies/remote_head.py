@@ -114,7 +114,7 @@ class Text:
         reads."""
         return tuple(self._first[length - 2][depth : depth + count])
 
-    def accepted(self, length: int, proposal: Sequence[int]) -> int:
+    def count_accepted(self, length: int, proposal: Sequence[int]) -> int:
         """Accepted tokens of a proposal behind `length` ones."""
         return common_length(self.token_ids[length : length + len(proposal)], proposal)
 
@@ -184,7 +184,8 @@ def foresee(
     wanted = target.lm_head(lessons.hidden[0].float())
     keys = target_keys(seed, 0, len(token_ids))
     coins = torch.Generator().manual_seed(seed)
-    ranked, flags = [], []
+    ranked = []
+    flags = []
     for depth in range(DEPTH):
         read = tokens[:, depth + 1 : depth + 1 + bases]
         positions = torch.arange(depth, depth + bases)[None]
@@ -221,14 +222,14 @@ class Clock:
 
     @property
     def led(self) -> float:
-        """Of a round that the target begins by itself, from one beginning to the next."""
+        """Milliseconds of a round that the target begins by itself, from one beginning to the next."""
         return self.target + self.between
 
     def beside(self, passes: int) -> float:
         return self.led + passes * self.head
 
-    def asked(self, passes: int) -> float:
-        """Of a round before which the head is asked and drafts."""
+    def ask(self, passes: int) -> float:
+        """Milliseconds of a round before which the head is asked and drafts."""
         return self.led + 2 * self.way + passes * self.head
 
     @property
@@ -238,7 +239,7 @@ class Clock:
 
 
 class Lookups:
-    """What the target proposes where the text repeats itself: the head is spared, or not used."""
+    """The target's own proposals where the text repeats itself: the head is spared, or not used."""
 
     def __init__(self, text: Text, odds: Odds) -> None:
         self._text = text
@@ -273,7 +274,7 @@ def play_in_turns(
             proposal = text.proposal(length, 0, count)
             if lookups is not None:
                 lookups.note(proposal)
-        length += text.accepted(length, proposal) + 1
+        length += text.count_accepted(length, proposal) + 1
     return length - text.prompt_length, milliseconds
 
 
@@ -316,14 +317,14 @@ def play_apart(
         if proposal or is_ready or not proposed:
             milliseconds += clock.led
         else:
-            milliseconds += clock.beside(proposed) if is_beside_as_well else clock.asked(proposed)
+            milliseconds += clock.beside(proposed) if is_beside_as_well else clock.ask(proposed)
         if proposal:
             depth = 0  # lookups are as good as the head at its best
         else:
             proposal = text.proposal(drafted_at, depth, proposed)
             if lookups is not None:
                 lookups.note(proposal)
-        accepted = text.accepted(length, proposal)
+        accepted = text.count_accepted(length, proposal)
         rejected = proposal[accepted] if accepted < len(proposal) else None
         chosen = ranks.shares(outcomes, len(proposal), depth)[accepted]
         ready = min(count, clock.passes - 1 - accepted)
@@ -341,7 +342,7 @@ def play_apart(
 
 
 class Ranks:
-    """How often the text's token is the head's first, second, ... by the states of its own before it."""
+    """Counts how often the text's token is the head's first, second, ... by the states of its own before it."""
 
     def __init__(self, texts: Sequence[Text]) -> None:
         counts = np.zeros((DEPTH, RANKED + 1))
@@ -448,7 +449,7 @@ class Pair:
         temperature: float,
         window: int | None = None,
     ) -> list[Text]:
-        """What the target writes behind some prompts, and the head says of it."""
+        """The target's texts behind some prompts, with what the head foresees in them."""
         # The last proposals reach beyond what is played
         written = write(self.target, prompts, max_tokens + 2 * DEPTH + 2, temperature)
         return [

@@ -1,4 +1,4 @@
-"""Whether rollouts can be trusted: the same prompts and seeds by `strict`, whatever happens to the services.
+"""Compares rollouts that must be equal: the same prompts and seeds by `strict`, whatever happens to the services.
 
     python -m benchmarks.studies.rollouts                      200 prompts of the demo pair, in float32
     python -m benchmarks.studies.rollouts --dtype bfloat16     how many texts differ where batches round differently

@@ -52,7 +52,7 @@ class VllmWeights(Generic[EngineT]):
         fingerprint = weights_fingerprint(folder, self._checkpoint.weights)
         self.info = replace(first.info, weights=Weights(1, fingerprint))
         self._loaded: VllmModel | None = first
-        """What the next engine takes; None where it starts vLLM."""
+        """Taken by the next engine; None where that starts vLLM."""
 
     def make_engine(self) -> EngineT:
         model = self._loaded or self._load(self._folder)

@@ -104,7 +104,7 @@ class RunnerV2:
         propose = speculator.propose
         seconds = 0.0
 
-        def timed(*arguments: Any, **named: Any) -> Any:
+        def propose_timed(*arguments: Any, **named: Any) -> Any:
             nonlocal seconds
             wait_for_device()
             began = time.perf_counter()
@@ -113,7 +113,7 @@ class RunnerV2:
             seconds = time.perf_counter() - began
             return drafted
 
-        speculator.propose = timed
+        speculator.propose = propose_timed
         try:
             self._runner._dummy_run(sequences)
         finally:

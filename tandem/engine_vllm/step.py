@@ -1,4 +1,4 @@
-"""What the engine and vLLM's workers tell each other: steps, and what the rounds of a step came to."""
+"""Messages between the engine and vLLM's workers: steps, and the ends of their rounds."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_what_is_foreseen_is_what_the_head_proposes(pair: Pair) -> None:
     assert text.length == len(prompt) + 48
     for length in range(len(prompt), text.length, 4):
         foreseen = text.proposal(length, 0, 6)
-        right = text.accepted(length, foreseen) + 1
+        right = text.count_accepted(length, foreseen) + 1
         assert foreseen[:right] == tuple(reference.propose(text.token_ids[:length], 6))[:right]
 
 

@@ -406,7 +406,7 @@ def designs(texts: Sequence[Text], clock: Clock, outcomes: Sequence[int]) -> Ite
         "beside the target, residual",
         best_speed(texts, partial(play_residual, milliseconds_of=clock.beside)),
     )
-    yield "apart, in turns", best_speed(texts, partial(play_in_turns, milliseconds_of=clock.asked))
+    yield "apart, in turns", best_speed(texts, partial(play_in_turns, milliseconds_of=clock.ask))
     for number in outcomes:
         yield f"apart, {number} outcomes", best_speed(texts, partial(apart, outcomes=number))
     yield (

@@ -59,7 +59,7 @@ def apart(text: Text, count: int, outcomes: int = 4, **terms: Any) -> tuple[int,
 def test_a_head_beside_the_target_is_paid_for_in_each_round(play: Callable[..., tuple[int, float]]) -> None:
     assert play(RIGHT, 3, CLOCK.beside) == (40, 10 * 13.0)
     assert play(WRONG, 3, CLOCK.beside) == (40, 40 * 13.0)
-    assert play(RIGHT, 3, CLOCK.asked) == (40, 10 * 14.0)
+    assert play(RIGHT, 3, CLOCK.ask) == (40, 10 * 14.0)
 
 
 def test_a_head_apart_that_is_always_right_costs_the_first_question_alone() -> None:

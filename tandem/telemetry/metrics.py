@@ -6,9 +6,10 @@ import asyncio
 import logging
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from functools import partial
+from itertools import accumulate, product
 from typing import Any, TypeVar
 from wsgiref.simple_server import WSGIServer
 
@@ -89,13 +90,13 @@ def counter(text: str, **label: Sequence[str]) -> Any:
 
 
 def histogram(text: str, bounds: Sequence[float] = STEP_SECONDS, **label: Sequence[str]) -> Any:
-    """A histogram of such a class, likewise."""
+    """A histogram of such a class, likewise; with two labels or more, a function from their values to the series."""
     return _Declared(text, bounds, label)
 
 
 class Metrics:
     """Metrics that are counted when something happens: those that a class declares, named like their attributes, with
-    labels in common. All series exist from the start: a rate needs a first value."""
+    labels in common. All series that are declared exist from the start: a rate needs a first value."""
 
     def __init__(self, registry: CollectorRegistry, **common: str) -> None:
         for name, each in vars(type(self)).items():
@@ -108,8 +109,14 @@ class Metrics:
                 else Histogram(*arguments, each.bounds)
             )
             registry.register(whole)
-            own = {value: whole.labels(*common.values(), value) for value in chain(*each.label.values())}
-            setattr(self, name, own or whole.labels(*common.values()))
+            of_model = partial(whole.labels, *common.values())
+            own = {values: of_model(*values) for values in product(*each.label.values())}
+            if not each.label:
+                setattr(self, name, own[()])
+            elif len(each.label) == 1:
+                setattr(self, name, {value: one for (value,), one in own.items()})
+            else:
+                setattr(self, name, of_model)
 
 
 def family(
@@ -198,7 +205,7 @@ def as_vllm(families: Iterable[Metric]) -> Iterator[Metric]:
             yield family
             continue
         renamed = Metric(name, family.documentation, family.type)
-        for sample in _without(family.samples, "operation"):
+        for sample in _without(family.samples, {"operation", "error_type"}):
             labels = dict(sample.labels)
             if family.name == "tandem_requests":
                 labels["finished_reason"] = labels.pop("outcome")
@@ -211,13 +218,13 @@ def as_vllm(families: Iterable[Metric]) -> Iterator[Metric]:
         yield renamed
 
 
-def _without(samples: Sequence[Sample], label: str) -> Iterable[Sample]:
-    """Samples without a label of theirs: those that differ in nothing else are added up."""
-    if not any(label in sample.labels for sample in samples):
+def _without(samples: Sequence[Sample], left_out: Set[str]) -> Iterable[Sample]:
+    """Samples without some of their labels: those that differ in nothing else are added up."""
+    if not any(left_out & sample.labels.keys() for sample in samples):
         return samples
     found: dict[tuple[str, tuple[tuple[str, str], ...]], Sample] = {}
     for sample in samples:
-        labels = {name: value for name, value in sample.labels.items() if name != label}
+        labels = {name: value for name, value in sample.labels.items() if name not in left_out}
         key = sample.name, tuple(labels.items())
         before = found[key].value if key in found else 0.0
         found[key] = sample._replace(labels=labels, value=before + sample.value)

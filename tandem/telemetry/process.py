@@ -244,10 +244,13 @@ def _metrics(family: Family, started_ns: int, now_ns: int) -> Iterator[export.Me
 
 def _by_convention(labels: Attributes) -> Attributes:
     others = dict(labels or {})
+    error_type = others.pop("error_type", "")
+    error = {"error.type": error_type} if error_type else {}
     return {
         "gen_ai.operation.name": others.pop("operation", "text_completion"),
         "gen_ai.provider.name": "tandem",
         "gen_ai.request.model": others.pop("model_name"),
+        **error,
         **others,
     }
 

@@ -42,7 +42,9 @@ def rpc_span(
 
 def error_type(error: BaseException) -> str:
     """A short name of an error's kind: its status code."""
-    return status_code(error).name.lower() if isinstance(error, TandemError) else "internal"
+    if isinstance(error, TandemError):
+        return status_code(error).name.lower()
+    return "internal" if isinstance(error, Exception) else "cancelled"
 
 
 def mark_error(span: Span, error: BaseException) -> None:

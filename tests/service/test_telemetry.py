@@ -258,6 +258,8 @@ async def test_a_refused_request_is_counted_with_its_outcome() -> None:
         with pytest.raises(grpc.aio.AioRpcError):
             await cluster.complete(GenerationRequest((), max_tokens=8))
         assert value(cluster.coordinator, "requests_total", outcome="invalid") == 1
+        labels = {"operation": "text_completion", "error_type": "invalid_argument"}
+        assert value(cluster.coordinator, "e2e_request_latency_seconds_count", **labels) == 1
         await all_ended(cluster, 1)
         (span,) = cluster.spans
     assert span.status.status_code is StatusCode.ERROR

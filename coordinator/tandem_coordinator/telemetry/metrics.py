@@ -62,8 +62,11 @@ class RequestMetrics(Metrics):
     request_time_per_output_token_seconds: dict[str, Series] = histogram(
         "Time from the first token to the end, by token after it.", LATENCY_SECONDS, operation=OPERATIONS
     )
-    e2e_request_latency_seconds: dict[str, Series] = histogram(
-        "From arrival to end.", LATENCY_SECONDS, operation=OPERATIONS
+    e2e_request_latency_seconds: Callable[[str, str], Series] = histogram(
+        "From arrival to end; error_type is empty unless an error ended it.",
+        LATENCY_SECONDS,
+        operation=OPERATIONS,
+        error_type=("",),
     )
     request_queue_time_seconds: Series = histogram("From arrival to the request's place.", LATENCY_SECONDS)
     request_prompt_tokens: Series = histogram("Prompt tokens of a request.", TOKENS)

@@ -22,7 +22,7 @@ from tandem.model.types import CacheCounts, SpeculationStats
 from tandem.rpc.channels import MessageWaits, Traffic
 from tandem.telemetry.metrics import Read, on_loop
 from tandem.telemetry.process import OtlpExports, Telemetry
-from tandem.telemetry.spans import context_of, mark_error, rpc_span, traceparent_of, under
+from tandem.telemetry.spans import context_of, error_type, mark_error, rpc_span, traceparent_of, under
 from tandem_coordinator.decoding.completion import Completion
 from tandem_coordinator.settings.coordinator import CoordinatorSettings
 from tandem_coordinator.stats.rounds import PHASES, RoundEnded, RoundPlan
@@ -209,7 +209,8 @@ class ObservedRequest(RequestObserver):
         self._metrics.requests[outcome].inc()
         self._all.running.discard(self)
         self._all.ended_bytes.update(self.bytes())
-        self._metrics.e2e_request_latency_seconds[self._choices.operation].observe(now - self._began)
+        kind = "" if error is None else error_type(error)
+        self._metrics.e2e_request_latency_seconds(self._choices.operation, kind).observe(now - self._began)
         if tokens:
             self._metrics.request_generation_tokens.observe(tokens)
         self._count_times(now, tokens)
@@ -226,7 +227,7 @@ class ObservedRequest(RequestObserver):
         elif isinstance(error, Exception):
             mark_error(self._span, error)
         else:
-            self._span.set_attribute("error.type", "cancelled")
+            self._span.set_attribute("error.type", kind)
         self._span.end()
 
     def _count_times(self, now: float, tokens: int) -> None:

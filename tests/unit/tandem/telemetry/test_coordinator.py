@@ -134,7 +134,8 @@ def test_completions_of_one_prompt_count_as_one_request() -> None:
         ObservedRequest(requests, metrics, INVALID_SPAN, choices).finished(None)
     assert registry.get_sample_value("tandem_request_params_n_sum", {"model_name": "m"}) == 3
     name = "tandem_e2e_request_latency_seconds_count"
-    assert registry.get_sample_value(name, {"model_name": "m", "operation": "chat"}) == 3
+    labels = {"model_name": "m", "operation": "chat", "error_type": ""}
+    assert registry.get_sample_value(name, labels) == 3
 
 
 @pytest.fixture

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
 from opentelemetry.proto.metrics.v1 import metrics_pb2
 from opentelemetry.sdk.resources import Resource
+from opentelemetry.trace import INVALID_SPAN
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client import Histogram as UsualHistogram
 
 from tandem.engine.interface import KvUsage
-from tandem.errors import ConfigurationError
+from tandem.errors import ConfigurationError, NotFoundError, ServiceUnavailableError
 from tandem.model.types import SpeculationStats
 from tandem.telemetry.metrics import Histogram, name_metrics, on_loop
 from tandem.telemetry.process import OtlpExports, Telemetry, to_otlp
@@ -29,8 +30,8 @@ from tandem.telemetry.service import ObservedService
 from tandem.telemetry.settings import TelemetryOptions, is_observed
 from tandem_coordinator.settings.coordinator import CoordinatorSettings
 from tandem_coordinator.telemetry.metrics import RequestMetrics
-from tandem_coordinator.telemetry.observed import ObservedRequests, probe_event_loop
-from tandem_coordinator.telemetry.observer import CHAT, OPERATIONS, State
+from tandem_coordinator.telemetry.observed import ObservedRequest, ObservedRequests, probe_event_loop
+from tandem_coordinator.telemetry.observer import CHAT, OPERATIONS, Choices, State
 from tests.end_to_end.processes import run
 from tests.service.clients import until
 
@@ -231,12 +232,10 @@ CONVENTIONS = json.loads(Path(__file__).with_name("gen_ai_conventions.json").rea
 def test_names_and_units_are_those_of_the_conventions_for_generative_ai() -> None:
     registry = CollectorRegistry()
     metrics = RequestMetrics(registry, model_name="m")
-    for series in (
-        metrics.time_to_first_token_seconds,
-        metrics.request_time_per_output_token_seconds,
-        metrics.e2e_request_latency_seconds,
-    ):
-        series[CHAT].observe(0.5)
+    metrics.time_to_first_token_seconds[CHAT].observe(0.5)
+    metrics.request_time_per_output_token_seconds[CHAT].observe(0.5)
+    for error_type in ("", "unavailable"):
+        metrics.e2e_request_latency_seconds(CHAT, error_type).observe(0.5)
     found = {name: metric for name, metric in sent(registry).items() if name.startswith("gen_ai.")}
     assert {name: metric.unit for name, metric in found.items()} == CONVENTIONS["metrics"]
     for metric in found.values():
@@ -247,6 +246,37 @@ def test_names_and_units_are_those_of_the_conventions_for_generative_ai() -> Non
         assert {point["gen_ai.operation.name"] for point in points} == set(OPERATIONS)
         assert {name for point in points for name in point} <= CONVENTIONS["attributes"].keys()
     assert set(OPERATIONS) <= set(CONVENTIONS["operations"])
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (None, None),
+        (ServiceUnavailableError("no target"), "unavailable"),
+        (NotFoundError("no such model"), "not_found"),
+        (ValueError("a fault"), "internal"),
+        (asyncio.CancelledError(), "cancelled"),
+    ],
+)
+def test_the_duration_of_a_failed_request_has_the_kind_of_its_error(
+    error: BaseException | None, name: str | None
+) -> None:
+    registry = CollectorRegistry()
+    metrics = RequestMetrics(registry, model_name="m")
+    requests = ObservedRequests(CoordinatorSettings(target_address="127.0.0.1:1"))
+    ObservedRequest(requests, metrics, INVALID_SPAN, Choices(CHAT)).finished(error)
+    points = sent(registry)["gen_ai.server.request.duration"].histogram.data_points
+    (ended,) = (point for point in points if point.count)
+    attributes = {label.key: label.value.string_value for label in ended.attributes}
+    assert attributes.get("error.type") == name
+    assert "error_type" not in attributes
+    (reported,) = (
+        sample.value
+        for family in name_metrics(registry, TelemetryOptions(metric_names="vllm")).collect()
+        for sample in family.samples
+        if sample.name == "vllm:e2e_request_latency_seconds_count"
+    )
+    assert reported == 1, "vLLM has one series for all of them"
 
 
 NOT_HERE = {
@@ -305,10 +335,10 @@ def test_metrics_may_have_vllms_names() -> None:
     requests.labels("m", "error").inc()
     name = "tandem_spec_decode_num_accepted_tokens_per_pos"
     Counter(name, "A.", ("model_name", "position"), registry=registry).labels("m", "1").inc(5)
-    labels = ("model_name", "operation")
+    labels = ("model_name", "operation", "error_type")
     latency = UsualHistogram("tandem_e2e_request_latency_seconds", "L.", labels, registry=registry)
     for operation in ("chat", "text_completion"):
-        latency.labels("m", operation).observe(0.5)
+        latency.labels("m", operation, "").observe(0.5)
     Gauge("tandem_round_things", "Ours.", registry=registry).set(1)
     lines = (
         generate_latest(name_metrics(registry, TelemetryOptions(metric_names="vllm"))).decode().splitlines()

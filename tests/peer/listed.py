@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -42,6 +43,19 @@ class Group:
             if pattern.fullmatch(place):
                 return test
         return None
+
+
+def describe_passed(place: str, reason: str) -> str:
+    """Return what to do about a test that passes, against the list."""
+    return (
+        f"{place} passes, and tests/peer/listed.toml says that it fails ({reason}) Take it out of the list, or name "
+        "it under [[varies]] if it passes by chance."
+    )
+
+
+def find_unused(groups: Iterable[Group], used: Collection[str]) -> list[str]:
+    """Return the entries that are none of those used: they name no test any more."""
+    return [test for group in groups for test in group.tests if test not in used]
 
 
 def _compile(test: str) -> re.Pattern[str]:

@@ -30,7 +30,7 @@ import transformers
 
 import tandem
 from tandem.model_sources.find import find_model
-from tests.peer.listed import FOLDERS, Group, Outcome, read_groups
+from tests.peer.listed import FOLDERS, Group, Outcome, describe_passed, find_unused, read_groups
 from tests.peer.run import SOURCE_VARIABLE, TESTS
 
 SOURCE = Path(os.environ[SOURCE_VARIABLE])
@@ -333,8 +333,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_makereport(
     call: pytest.CallInfo[None],
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Let a listed test fail by itself only: one whose server does not start is an error."""
+    """Let a listed test fail by itself only: one whose server does not start is an error. One that passes is told what
+    that means for the list."""
     report = yield
+    passed_by = str(report.longrepr).partition("[XPASS(strict)] ")[2]
+    if call.when == "call" and report.failed and passed_by:
+        report.longrepr = describe_passed(report.nodeid.removeprefix(f"{TESTS}/"), passed_by)
     if call.when == "setup" and hasattr(report, "wasxfail"):
         del report.wasxfail
         report.outcome = "failed"
@@ -344,9 +348,17 @@ def pytest_runtest_makereport(
 # ---- what is said at the end
 
 
-def pytest_sessionfinish() -> None:
-    """End the server of all tests."""
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """End the server of all tests, and let a whole run fail for entries that name no test."""
     TandemServer.stop_shared()
+    if session.exitstatus == pytest.ExitCode.OK and _find_unused(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _find_unused(config: pytest.Config) -> list[str]:
+    """Entries of the list that name no test; none if only some of the tests were chosen."""
+    is_whole = set(config.args) == {str(TESTS / folder) for folder in FOLDERS}
+    return find_unused(GROUPS, _used) if is_whole and not config.option.keyword else []
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -361,3 +373,5 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for outcome, reasons in (("listed", failed), ("not run", _left_out)):
         for reason, count in reasons.most_common():
             terminalreporter.line(f"{count:5} {outcome}: {reason}")
+    for entry in _find_unused(config):
+        terminalreporter.line(f"tests/peer/listed.toml is out of date: no test is {entry}")

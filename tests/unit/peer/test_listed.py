@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.peer.listed import FOLDERS, Group, Outcome, read_groups
+from tests.peer.listed import FOLDERS, Group, Outcome, find_unused, read_groups
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,12 @@ def test_an_entry_names_a_folder_a_file_a_test_or_a_case(
     group = Group(Outcome.FAILS, "why", (entry,))
     assert [group.find_pattern(place) for place in named] == [entry] * len(named)
     assert [group.find_pattern(place) for place in others] == [None] * len(others)
+
+
+def test_an_entry_that_names_no_test_any_more_is_found() -> None:
+    groups = (Group(Outcome.FAILS, "why", ("a.py", "b.py")), Group(Outcome.NOT_RUN, "so", ("c.py",)))
+    assert find_unused(groups, {"a.py", "c.py"}) == ["b.py"]
+    assert find_unused(groups, {"a.py", "b.py", "c.py"}) == []
 
 
 def test_each_entry_has_one_reason() -> None:

@@ -13,7 +13,8 @@ TYPED := $(wildcard tandem draft_service target_service coordinator packages ben
 # For what is passed on to the command: make test ARGS="-k greedy -x"
 ARGS ?=
 # Processes that run tests side by side. Tests of a file, of end_to_end or of deploy stay together: they share services.
-WORKERS ?= 2
+# One more than the cores of a small machine, because tests wait for a quarter of their time.
+WORKERS ?= 3
 
 # Where it is set (in many images), each of the hundreds of processes that the tests start compiles torch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE

@@ -1,8 +1,10 @@
 """Settings of all tests."""
 
 import gc
+import logging
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,16 @@ def pytest_collection_finish() -> None:
     if engine := sys.modules.get("tandem.engine.core.engine"):
         vars(engine)["WARM_UP_SECONDS"] = WARM_UP_SECONDS
     set_start_aside()
+
+
+@pytest.fixture(autouse=True)
+def _restored_logging() -> Iterator[None]:
+    """Give logs back to pytest: a process's main sends them to its stderr, which in a test is closed at its end."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 def pytest_sessionfinish() -> None:

@@ -161,7 +161,7 @@ async def test_log_probabilities_are_those_of_dense_rows_and_cost_no_lead(
     )
     base = [GREEDY, replace(GREEDY, prompt=(300, 301) * 4)] + [
         replace(GREEDY, temperature=temperature, seed=seed, rejection_sampling_strategy=rule, top_k=top_k)
-        for seed, (rule, temperature, top_k) in enumerate(itertools.product(RULES, (0.7, 1.5), (0, 20)))
+        for seed, (rule, (temperature, top_k)) in enumerate(itertools.product(RULES, ((0.7, 0), (1.5, 20))))
     ]
     changes: list[dict[str, Any]] = [
         {"logprobs": 0},

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -117,15 +116,6 @@ def test_a_parent_that_is_gone_already(package: dict[str, str]) -> None:
     done = run(*command("1"), seconds=SECONDS, environment=package)
     assert done.returncode < 0
     assert done.stdout == ""
-
-
-@pytest.fixture(autouse=True)
-def _restored_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 def test_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,9 @@
 """A calculation: an EAGLE-3 head on a device of its own, which drafts ahead, against the head in the target's steps.
 
     python -m benchmarks.studies.remote_head                       target 6.5 ms a step, head 0.6 ms, 0.25 ms one way
+    python -m benchmarks.studies.remote_head --target FOLDER --head models/smollm2/eagle3    SmolLM2 answers questions
 
-The demo target writes after held-out prompts, and its head foresees every token of each text several times: behind a
+A target writes after held-out prompts, and its head foresees every token of each text several times: behind a
 state of the target's, and behind one, two, ... states of its own. With that, rounds are played on a clock that is not
 the machine's. All texts are those of temperature 0 or of the rule strict, where a seed decides them, so that a round's
 outcome is a matter of the text alone.
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -32,6 +34,7 @@ from models.demo.recipe.architecture import END_OF_TEXT_ID, load_model, read_sta
 from models.demo.recipe.corpus import load_tokenizer
 from models.demo.recipe.heads.eagle3 import UnrolledStep, with_states
 from models.demo.recipe.measure import are_accepted
+from models.smollm2.recipe.answers import questions
 from tandem.config.settings import load_settings
 from tandem.drafting.repeats import Odds, Repeats
 from tandem.drafting.tokens import TokenState
@@ -58,6 +61,10 @@ WINDOWS = (None, 512, 128, 0)
 class RemoteHeadSettings(StudySettings):
     """Options of the calculation."""
 
+    target: Path = DEMO / "target"
+    """Folder of the target. One with a chat template is asked held-out questions, another one goes on with code."""
+    head: Path = DEMO / "eagle3"
+    """Folder of its EAGLE-3 head."""
     temperatures: Listed[Annotated[float, Field(ge=0)]] = (0.0, 0.7)
     """0 is greedy."""
     texts: Positive = 64
@@ -431,16 +438,15 @@ def designs(texts: Sequence[Text], clock: Clock, outcomes: Sequence[int]) -> Ite
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The demo target and its head."""
+    """A target and its head."""
 
     target: LlamaForCausalLM
     head: Eagle3Head
 
     @staticmethod
-    def load() -> Pair:
-        folder = DEMO / "target"
-        head = Eagle3Head(DEMO / "eagle3").load(loading.load_model(folder, dtype="float32"))
-        return Pair(load_model(folder), head)
+    def load(target: Path = DEMO / "target", head: Path = DEMO / "eagle3") -> Pair:
+        loaded = Eagle3Head(head).load(loading.load_model(target, dtype="float32"))
+        return Pair(load_model(target), loaded)
 
     def texts(
         self,
@@ -458,12 +464,23 @@ class Pair:
         ]
 
 
+def read_prompts(target: Path, count: int) -> list[list[int]]:
+    """Token ids of held-out prompts: questions in the target's chat template, or code where it has none."""
+    tokenizer = load_tokenizer(target)
+    if tokenizer.chat_template is None:
+        return [tokenizer(text)["input_ids"] for _, text in held_out_prompts(count)]
+    chats = [[{"role": "user", "content": question}] for question in questions(held_out=True)[:count]]
+    found: list[list[int]] = [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats
+    ]
+    return found
+
+
 def main(settings: RemoteHeadSettings) -> None:
     """Print the tables in Markdown."""
     torch.set_num_threads(1)
-    pair = Pair.load()
-    tokenizer = load_tokenizer(DEMO / "target")
-    prompts: list[list[int]] = [tokenizer(text)["input_ids"] for _, text in held_out_prompts(settings.texts)]
+    pair = Pair.load(settings.target, settings.head)
+    prompts = read_prompts(settings.target, settings.texts)
     way = 2 * settings.one_way_ms + settings.handling_ms
     clock = Clock(settings.target_ms, settings.head_ms, way, settings.between_ms)
     speeds: list[dict[str, float]] = []

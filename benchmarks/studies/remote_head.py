@@ -469,10 +469,11 @@ def read_prompts(target: Path, count: int) -> list[list[int]]:
     tokenizer = load_tokenizer(target)
     if tokenizer.chat_template is None:
         return [tokenizer(text)["input_ids"] for _, text in held_out_prompts(count)]
-    chats = [[{"role": "user", "content": question}] for question in questions(held_out=True)[:count]]
-    found: list[list[int]] = [
-        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats
-    ]
+    found = []
+    for question in questions(held_out=True)[:count]:
+        chat = [{"role": "user", "content": question}]
+        text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        found.append(tokenizer(text, add_special_tokens=False)["input_ids"])
     return found
 
 

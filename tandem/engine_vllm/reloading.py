@@ -13,6 +13,7 @@ from safetensors import safe_open
 from tandem.engine.interface import free_unused
 from tandem.engine.models.checkpoint import (
     Checkpoint,
+    check_unchanged,
     first_of,
     open_checkpoint,
     tokenizer_hash,
@@ -91,11 +92,7 @@ class VllmWeights(Generic[EngineT]):
         found = weights_fingerprint(self._folder, open_checkpoint(self._folder).weights)
         present = self.info.weights
         assert present is not None
-        if found != present.fingerprint:
-            raise ModelFolderError(
-                f"the weights in {self._folder} have the fingerprint {found[:12]} by now and had "
-                f"{present.fingerprint[:12]} when they were freed; load the wanted ones"
-            )
+        check_unchanged(self._folder, found, present.fingerprint)
         self._loaded = self._load(self._folder)
 
     def _check_alike(self, found: Checkpoint) -> None:

@@ -103,13 +103,8 @@ async def running(
         await task
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of weights: `one`, `two` and `draft` of one model, and what must be refused."""
-    top = tmp_path_factory.mktemp("weights")
-    for seed, name in enumerate(("one", "two", "three", "draft"), 1):
-        save_model(random_model(seed, **TINY), top / name)
-    save_model(random_model(7, **(TINY | {"num_hidden_layers": 2})), top / "deeper")
+def save_spoilt(top: Path) -> None:
+    """Save copies of `two` that must be refused: `nan`, `missing` and `additional`."""
     for name in ("nan", "missing", "additional"):
         shutil.copytree(top / "two", top / name)
         tensors = load_file(top / name / "model.safetensors")
@@ -121,6 +116,16 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             tensors["model.layers.9.extra.weight"] = torch.zeros(2, 2)
         save_file(tensors, top / name / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of weights: `one`, `two` and `draft` of one model, and what must be refused."""
+    top = tmp_path_factory.mktemp("weights")
+    for seed, name in enumerate(("one", "two", "three", "draft"), 1):
+        save_model(random_model(seed, **TINY), top / name)
+    save_model(random_model(7, **(TINY | {"num_hidden_layers": 2})), top / "deeper")
+    save_spoilt(top)
     outside = tmp_path_factory.mktemp("outside")
     shutil.copytree(top / "two", outside / "two")
     (top / "link").symlink_to(outside / "two")

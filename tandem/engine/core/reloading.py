@@ -12,6 +12,7 @@ import torch
 from tandem.config.settings import ModelServerSettings
 from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.interface import free_unused
+from tandem.engine.models.checkpoint import check_unchanged
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.errors import ModelFolderError, ServiceUnavailableError
 from tandem.model.types import ModelInfo, Weights
@@ -100,11 +101,7 @@ class EmbeddedModel(Generic[EngineT]):
         present = self.info.weights
         assert found is not None
         assert present is not None
-        if found.fingerprint != present.fingerprint:
-            raise ModelFolderError(
-                f"the weights in {self._folder} have the fingerprint {found.fingerprint[:12]} by now and had "
-                f"{present.fingerprint[:12]} when they were freed; load the wanted ones"
-            )
+        check_unchanged(self._folder, found.fingerprint, present.fingerprint)
         self._backends = self._choose(replace(loaded, info=self.info))
 
     def _load(self, folder: Path) -> LoadedModel:

@@ -68,6 +68,18 @@ def weights_fingerprint(folder: Path, weights: Weights) -> str:
     return digest.hexdigest()
 
 
+def check_unchanged(folder: Path, found: str, freed: str) -> None:
+    """Refuse to take back weights whose fingerprint is not that of the weights that were freed.
+
+    Raises ModelFolderError.
+    """
+    if found != freed:
+        raise ModelFolderError(
+            f"the weights in {folder} have the fingerprint {found[:12]} by now and had {freed[:12]} when they were "
+            "freed; load the wanted ones"
+        )
+
+
 def first_of(names: Sequence[str]) -> str:
     """The first name, and the number of others: short enough for a sentence."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

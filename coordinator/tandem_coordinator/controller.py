@@ -1,4 +1,4 @@
-"""How many tokens each round proposes, and how far the draft works ahead. Pure: no clock and no I/O.
+"""The number of tokens that each round proposes, and how far the draft works ahead. Pure: no clock and no I/O.
 
 A round is made in one of three modes: by the target alone, by asking the draft (or a head of the target's own), or with
 what the draft has drafted ahead. The controller plans the round with the most expected tokens per second at its load:
@@ -335,14 +335,14 @@ class LoadDecision:
             self.measured_seconds += seconds
 
     def choose_after_miss(self, count: int) -> int:
-        """How many tokens to ask for, `count` at most, where another outcome came than was drafted for."""
+        """Number of tokens to ask for, `count` at most, where another outcome came than was drafted for."""
         speed = self.predict_speed(self.plan) * self._ratios[Mode.AHEAD]
         lengths = range(count + 1) if self.terms.is_adaptive else (0, count)
         return max(lengths, key=lambda tokens: self.expected[tokens] - speed * self._asked[tokens])
 
 
 def tokens_after_hit(expected: Sequence[float], coming: Coming, *, tokens_per_second: float) -> int:
-    """How many tokens to wait for when the draft is still drafting the continuation of the outcome that came.
+    """Number of tokens to wait for when the draft is still drafting the continuation of the outcome that came.
 
     `expected` has as many tokens as the round may have, `tokens_per_second` is what rounds make now.
     """
@@ -406,7 +406,7 @@ class RequestController:
         return cost.seconds if before is None or not cost.was_led else (before + cost.seconds) / 2.0
 
     def tokens_after_hit(self, coming: Coming, count: int) -> int:
-        """How many tokens of a continuation to wait for, `count` at most, where the draft is still drafting it."""
+        """Number of tokens of a continuation to wait for, `count` at most, where the draft is still drafting it."""
         decision = self.decision
         most = min(count, coming.max_tokens)
         if decision is None or not decision.is_known or len(decision.expected) <= most:
@@ -415,7 +415,7 @@ class RequestController:
         return tokens_after_hit(decision.expected[: most + 1], coming, tokens_per_second=speed)
 
     def tokens_after_miss(self, count: int) -> int:
-        """How many tokens to ask for, up to `count`, where another outcome came than was drafted for.
+        """Number of tokens to ask for, up to `count`, where another outcome came than was drafted for.
 
         0: the target goes on alone, and the draft works ahead of that. With a fixed policy it is that or `count`.
         """

@@ -201,7 +201,7 @@ class TokenStatistics:
     logit: float
     """Before temperature."""
     rank: int
-    """How many tokens are more probable."""
+    """Number of tokens that are more probable."""
     entropy: float
     """Entropy of the distribution, in nats."""
     max_prob: float

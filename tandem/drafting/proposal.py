@@ -191,7 +191,7 @@ def propose_where_logits_are(ready: Sequence[Job[Drafting]], logits: Any) -> lis
 
 
 def _count_free(job: Job[Drafting], drafting: Drafting, logits: LogitsElsewhere) -> int:
-    """How many tokens of a proposal can be drawn in a row: all that it lacks, for which there is room."""
+    """Number of tokens of a proposal that can be drawn in a row: all that it lacks, where there is room."""
     lacking = drafting.token_count - len(drafting.token_ids)
     return min(lacking, 1 + logits.room(job.sequence)) if drafting.is_free and lacking > 1 else 1
 

@@ -32,7 +32,7 @@ class BranchStep:
     token_ids: SequenceOf[int]
     """One for each branch that goes on: the first ones of `trunk_lengths`."""
     trunk_lengths: SequenceOf[int]
-    """How many tokens of the trunk come before each branch, for all branches that there were at first."""
+    """Number of tokens of the trunk that come before each branch, for all branches that there were at first."""
     depth: int
     max_depth: int
     """Number of steps that there will be; room behind the trunk is needed for as many tokens of each branch."""

@@ -433,7 +433,7 @@ class VllmSteps(StepBackend):
 
 
 def _row_counts(segments: SequenceOf[Segment], rows: SequenceOf[int]) -> list[int]:
-    """How many rows are wanted of each segment; they are always those of its last tokens."""
+    """Number of rows wanted of each segment; they are always those of its last tokens."""
     ends = accumulate(segment.token_count for segment in segments)
     return [last - first for first, last in pairwise((0, *(bisect_left(rows, end) for end in ends)))]
 

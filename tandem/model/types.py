@@ -461,7 +461,7 @@ class TargetTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How much of a draft's vocabulary a target's covers."""
+    """The part of a draft's vocabulary that a target's covers."""
 
     shared_tokens: int
     draft_tokens: int

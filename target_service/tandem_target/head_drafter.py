@@ -148,7 +148,7 @@ class HeadDrafter:
         return proposals
 
     def _count(self, job: Job[RowRequest]) -> int:
-        """How many tokens to propose: as many as one pass foresees, where that is more than one: there is no second
+        """Number of tokens to propose: as many as one pass foresees, where that is more than one: there is no second
         pass then."""
         length = job.sequence.length + 1
         if length < 2:

@@ -164,7 +164,7 @@ class Plan:
 
     @property
     def lead(self) -> int:
-        """How many rounds the target may begin by itself: it must decide as the rule does."""
+        """Number of rounds that the target may begin by itself: it must decide as the rule does."""
         may_lead = self.rule.lossless
         if self.asks_head:
             # Dense rows take megabytes, which nobody may want.
@@ -194,7 +194,7 @@ class Plan:
 
     @property
     def _row_logprobs(self) -> int | None:
-        """How many tokens each row's log probabilities name: the most probable one too, which a rule may decide on."""
+        """Number of tokens that each row gives log probabilities of; the most probable one is needed by rules."""
         count = self.request.logprobs
         return None if count is None or self.row_kind is RowKind.DENSE else max(count, 1)
 

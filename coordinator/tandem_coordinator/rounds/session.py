@@ -77,7 +77,7 @@ class DraftSide(Protocol):
         """Usual time to wait for a proposal."""
 
     def limit(self, completion: Completion, tokens: int) -> int:
-        """How many tokens it may propose, of so many."""
+        """Number of tokens it may propose, of so many."""
 
     def rest(self, completion: Completion, plan: RoundPlan) -> None:
         """It is not asked in this round."""
@@ -101,10 +101,10 @@ class RoundController(Protocol):
     def begin_round(self, load: int, target_address: str | None) -> RoundPlan: ...
 
     def tokens_after_hit(self, coming: Coming, tokens: int) -> int:
-        """How many tokens of a continuation to wait for, `tokens` at most."""
+        """Number of tokens of a continuation to wait for, `tokens` at most."""
 
     def tokens_after_miss(self, tokens: int) -> int:
-        """How many tokens to ask for, `tokens` at most, where another outcome came than was drafted for. 0: the target
+        """Number of tokens to ask for, `tokens` at most, where another outcome came than was drafted for. 0: the target
         goes on alone, and the draft drafts ahead of that."""
 
 
@@ -126,7 +126,7 @@ class SessionPolicy:
     """Terms that hold for all rounds of a request."""
 
     credits: int = 0
-    """How many rounds the target may begin by itself behind one that it was asked for."""
+    """Number of rounds that the target may begin by itself behind one that it was asked for."""
     leads_with_proposals: bool = False
     """True if it may also begin those that have a proposal: it decides as the rule does."""
     keeps_proposals: bool = False

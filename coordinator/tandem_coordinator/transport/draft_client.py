@@ -312,7 +312,7 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
 
     @property
     def held(self) -> int:
-        """How many tokens the draft has, or is to read."""
+        """Number of tokens the draft has, or is to read."""
         return self._remote.length
 
     def unread(self, completion: Tokens) -> int:

@@ -58,7 +58,7 @@ class RemoteSequence:
         return self._agreed + len(self._tail)
 
     def kept_length(self, committed: Sequence[int]) -> int:
-        """How many tokens, from the first on, the service holds and the coordinator committed."""
+        """Number of tokens, from the first on, that the service holds and the coordinator committed."""
         return self._agreed + common_length(self._tail, committed[self._agreed :])
 
     def extend(self, proposed: Sequence[int]) -> None:

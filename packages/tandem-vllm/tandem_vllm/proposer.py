@@ -260,7 +260,7 @@ class BatchRow:
     name: str
     """vLLM's id of the request."""
     sampled: int
-    """How many tokens its last step sampled; 0 while it reads its prompt."""
+    """Number of tokens its last step sampled; 0 while it reads its prompt."""
     tokens_from: Callable[[int], Sequence[int]]
     """Returns its tokens from a position on."""
 

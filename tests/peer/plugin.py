@@ -278,6 +278,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(fixtures, f"peer_fixtures_{name}")
 
 
+@pytest.fixture
+def local_asset_server() -> None:
+    """Stands for vLLM's server of images: no test that runs here asks it for one."""
+
+
 # ---- the list of tests that do not pass
 
 _used: Counter[str] = Counter()

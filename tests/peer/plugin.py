@@ -218,6 +218,8 @@ class _StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if f"{self.__name__}.{name}" in _REAL:
+            return importlib.import_module(f"{self.__name__}.{name}")
         base = Exception if name.endswith("Error") else MagicMock
         made = type(name, (base,), {})
         setattr(self, name, made)

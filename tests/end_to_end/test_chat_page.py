@@ -132,7 +132,7 @@ def test_the_newest_text_stays_in_view_unless_one_looks_back(page: Page) -> None
     at_end = f"{view}.scrollHeight - {view}.scrollTop - {view}.clientHeight < 2"
     for number in range(3):
         send(page, f"def number_{number}():")
-        assert page.evaluate(at_end)
+        page.until(at_end)
     choose(page, chat_max_tokens=900)
     page.evaluate("document.getElementById('message').focus()")
     page.write("import os")

@@ -377,16 +377,16 @@ async def test_a_target_that_others_read_keeps_its_weights(
     else:
         own["shared_storage_path"] = tmp_path / "states"
     async with running(TargetService, root / "one", root, monkeypatch, **own) as target:
-        await keeps_its_weights(target, sentence)
+        await assert_keeps_weights(target, sentence)
 
 
 async def test_a_draft_without_a_model_has_no_weights(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ngram: dict[str, Any] = {"speculative_method": "ngram", "max_length": None, "dtype": "auto"}
     async with running(DraftService, None, root, monkeypatch, **ngram) as draft:
-        await keeps_its_weights(draft, "this draft works without a model, so it has none")
+        await assert_keeps_weights(draft, "this draft works without a model, so it has none")
 
 
-async def keeps_its_weights(service: Running, sentence: str) -> None:
+async def assert_keeps_weights(service: Running, sentence: str) -> None:
     """Each verb is refused in one sentence, and the service serves on."""
     async with service.admin() as admin:
         for ask in (partial(admin.load_weights, "two"), admin.sleep, admin.wake_up):

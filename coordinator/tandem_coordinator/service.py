@@ -67,7 +67,7 @@ class CoordinatorService(Service):
             reasoning_parser=settings.reasoning_parser,
         )
         self._grammars: CheckedGrammars | None = None
-        self._http: HttpServer | None = None
+        self.http: HttpServer | None = None
         self._calls: RunningCalls | None = None
 
     def open_other_endpoints(self, calls: RunningCalls) -> None:
@@ -78,7 +78,7 @@ class CoordinatorService(Service):
             from tandem_coordinator.http.server import HttpServer
 
             app = App(self._settings, self.completions, self.chats, self.status, self.metrics, calls)
-            self._http = HttpServer(self._settings, app)
+            self.http = HttpServer(self._settings, app)
 
     async def status(self) -> Status:
         return await self.administration.status()
@@ -115,7 +115,7 @@ class CoordinatorService(Service):
         completions.connect(self.replicas, models)
         self.observer.ready(target_info.name, self._state)
         # Without HTTP the process of the template starts with the first chat.
-        await self.chats.meet(target_info.name, files, is_checked=self._http is not None)
+        await self.chats.meet(target_info.name, files, is_checked=self.http is not None)
         ready = [shot for shot in self.replicas.snapshots() if shot.state is ReplicaState.READY]
         joined = {
             role.value: ", ".join(shot.address for shot in ready if shot.role is role)
@@ -176,16 +176,16 @@ class CoordinatorService(Service):
         )
 
     def _start_http(self) -> None:
-        if self._http is not None:
-            self._http.start()
-            announce(f"tandem coordinator: http on {self._http.url}")
+        if self.http is not None:
+            self.http.start()
+            announce(f"tandem coordinator: http on {self.http.url}")
 
     async def close(self) -> None:
         self.chats.close()
         if self._grammars is not None:
             self._grammars.close()
-        if self._http is not None:
-            await self._http.close()
+        if self.http is not None:
+            await self.http.close()
         self.completions.stats.close()
         await self.observer.close()
         await self.replicas.close()

@@ -257,12 +257,10 @@ class VllmHeads:
             del own.pairs[part.start + max(same - 1, 0) :]
             return RoundEnd(max(same - part.certain_count, 0), None)
         length = part.start + same + 1
-        return RoundEnd(
-            same - part.certain_count, text[same], None if job is None else _noise_of(job, length)
-        )
+        return RoundEnd(same - part.certain_count, text[same], None if job is None else noise_of(job, length))
 
 
-def _noise_of(job: Job[RowRequest], length: int) -> SharedNoise | None:
+def noise_of(job: Job[RowRequest], length: int) -> SharedNoise | None:
     """Where the rule accepts just what the target draws, the head draws with the target's noise. Under the others its
     proposals are certain: the most probable tokens."""
     request = job.payload

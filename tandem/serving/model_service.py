@@ -61,7 +61,7 @@ class ModelService(Service):
     def __init__(self, settings: ModelServerSettings) -> None:
         self._observer = _observer_for(settings, self.name)
         self._shown_model: object = settings.model
-        self._models: Sequence[ServedModel] = ()
+        self.models: Sequence[ServedModel] = ()
         self._weights = WeightsControl(self.name, settings.weights_root, lambda: self.readiness, self.fail)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -92,17 +92,17 @@ class ModelService(Service):
             loading = f"loading {self._shown_model or 'the draft'}"
             announce(f"{program}: {loading}")
             progress.show(loading)
-            self._models = await in_daemon_thread(self.load)
+            self.models = await in_daemon_thread(self.load)
             announce(f"{program}: warming up")
             progress.show("warming up")
-            for model in self._models:
+            for model in self.models:
                 await model.start()
-        self._weights.serve(self._models[0])
-        self._observer.ready(self._models[0].model_info.name, self._models[0].kv_usage)
+        self._weights.serve(self.models[0])
+        self._observer.ready(self.models[0].model_info.name, self.models[0].kv_usage)
 
     @property
     def overdue_seconds(self) -> float:
-        return max((model.overdue_seconds for model in self._models), default=0.0)
+        return max((model.overdue_seconds for model in self.models), default=0.0)
 
     def fail(self) -> None:
         """End the server with an error, because the engine has failed, on whichever thread. Running calls may still
@@ -116,7 +116,7 @@ class ModelService(Service):
         await self._weights.close()
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._observer.close)
-            for model in self._models:
+            for model in self.models:
                 stack.push_async_callback(model.close)
 
 

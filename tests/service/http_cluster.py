@@ -75,8 +75,8 @@ async def http_coordinator(settings: CoordinatorSettings) -> AsyncIterator[HttpC
         service.open_other_endpoints(calls)
         await service.start()
         stack.push_async_callback(service.close)
-        assert service._http is not None
-        url = service._http.url
+        assert service.http is not None
+        url = service.http.url
         http = await stack.enter_async_context(httpx2.AsyncClient(base_url=url, timeout=30.0))
         yield HttpCluster(url, http, service, calls)
 

@@ -292,14 +292,14 @@ async def test_so_many_batches_and_no_more() -> None:
 
     async with fleet(FakeTarget()) as (client, _, service), Client(client.address, retries=NO_RETRIES) as own:
         open_ones = [asyncio.create_task(collect(own.generate_many(waiting()))) for _ in range(MAX_BATCHES)]
-        await until(lambda: service.completions.admission._batches == MAX_BATCHES)
+        await until(lambda: service.completions.admission.batches == MAX_BATCHES)
         with pytest.raises(CapacityError, match=f"{MAX_BATCHES} batches run, which is the most"):
             await collect(own.generate_many([(10,)], **SHORT))
         assert (await own.complete((10,), **SHORT)).token_ids == expected(0), "others are none of them"
         for each in open_ones:
             each.cancel()
         await asyncio.gather(*open_ones, return_exceptions=True)
-        await until(lambda: service.completions.admission._batches == 0)
+        await until(lambda: service.completions.admission.batches == 0)
 
 
 # ---- connections that break

@@ -106,7 +106,7 @@ async def test_a_draft_that_returns_is_used_again() -> None:
 async def test_a_hanging_draft_is_replaced_and_one_that_has_no_room_yet_is_not(
     answered: int, opened: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem_coordinator.rounds.placement._ABANDON_SECONDS", 0.1)
+    monkeypatch.setattr("tandem_coordinator.rounds.placement.ABANDON_SECONDS", 0.1)
     target, drafts = paced(0.02), (Hanging(answered), FakeDraft())
     async with fleet(target, *drafts, draft_patience_seconds=0.05) as (client, services, service):
         await services[2].say(NOT_SERVING)

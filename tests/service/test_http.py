@@ -233,7 +233,7 @@ async def test_a_request_whose_body_has_not_come_is_refused_when_the_server_clos
             b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
         )
         await writer.drain()
-        http = cluster.service._http
+        http = cluster.service.http
         assert http is not None
         await until(lambda: bool(http._server.server_state.tasks))
         await http.close()

@@ -151,8 +151,8 @@ async def test_the_example_trains_and_loads_the_weights_of_target_and_draft(
             )
             await train.run(settings)
             # The first ones, the same in float32, and one for each load
-            assert served.service._models[0].model_info.weights.version == 5
-            assert drafting.service._models[0].model_info.weights.version == (2 if distil_every == 0 else 3)
+            assert served.service.models[0].model_info.weights.version == 5
+            assert drafting.service.models[0].model_info.weights.version == (2 if distil_every == 0 else 3)
         reports[distil_every] = json.loads(settings.report.read_text())
     for records in reports.values():
         assert [each["weights"] for each in records] == [2, 3, 4]

@@ -97,7 +97,7 @@ async def test_a_stream_that_waits_for_its_place_again_can_be_cancelled(
                         pass
 
                 reading = asyncio.create_task(read())
-                await until(lambda: completions.admission._places.waiting == 1)
+                await until(lambda: completions.admission.places.waiting == 1)
                 if ending == "abort":
                     completions.requests.list()[0].abort()
                 if ending == "cancel":

@@ -295,7 +295,7 @@ async def test_a_link_that_breaks_again_and_again_ends_no_stream() -> None:
 
 async def test_a_full_target_takes_over_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sequence may stay on its draining target."""
-    monkeypatch.setattr("tandem_coordinator.rounds.target_side._MOVE_SECONDS", 0.2)
+    monkeypatch.setattr("tandem_coordinator.rounds.target_side.MOVE_SECONDS", 0.2)
     targets = (Breaking(), Breaking())
     async with fleet(*targets) as (client, services, _):
         task = asyncio.create_task(complete(client, request(10)))

@@ -335,7 +335,7 @@ async def test_a_service_that_slept_serves_the_same_texts(
             (member,) = service.replicas.targets.members.values()
             await until(lambda: "sleeps" in member.snapshot().reason)
             assert not member.is_ready
-            assert target.service._models[0].kv_usage().total_tokens == 0
+            assert target.service.models[0].kv_usage().total_tokens == 0
             with pytest.raises(ServiceUnavailableError):
                 await complete(client, MANY[0])
             await admin.wake_up()

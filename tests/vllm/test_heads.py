@@ -105,7 +105,7 @@ async def test_a_head_draws_with_the_noise_of_its_target(monkeypatch: pytest.Mon
         return texts, sum(request.accepted for request in requests)
 
     texts, accepted = await run()
-    monkeypatch.setattr("tandem.engine_vllm.heads._noise_of", lambda job, length: None)
+    monkeypatch.setattr("tandem.engine_vllm.heads.noise_of", lambda job, length: None)
     texts_without, accepted_without = await run()
     assert texts == texts_without
     assert accepted > 1.15 * accepted_without > 0

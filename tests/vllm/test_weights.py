@@ -81,8 +81,8 @@ async def test_a_draft_over_vllm_takes_other_weights(root: Path, monkeypatch: py
         running(DraftService, root / "one", root, monkeypatch, **OPTIONS) as draft,
         draft.admin() as admin,
     ):
-        before = draft.service._models[0].model_info.weights
+        before = draft.service.models[0].model_info.weights
         await admin.load_weights("two")
-        after = draft.service._models[0].model_info.weights
+        after = draft.service.models[0].model_info.weights
         assert after.version == before.version + 1
         assert after.fingerprint != before.fingerprint

@@ -168,8 +168,8 @@ class Completion:
     _stop_strings: StopStrings
     _request_id: str
     _seed: int
-    _grammar: GrammarState | None = None
-    _max_forced: int = 0
+    grammar: GrammarState | None = None
+    max_forced: int = 0
     """Most tokens that are proposed because the grammar lets nothing else follow."""
     finish_reason: FinishReason | None = field(default=None, init=False)
     _stop_reason: str | int | None = field(default=None, init=False)
@@ -207,9 +207,9 @@ class Completion:
     def forced(self) -> Proposal | None:
         """A proposal of the tokens that the grammar forces, which no model needs to be asked for; None if it leaves a
         choice."""
-        if self._grammar is None or self.room <= 1:
+        if self.grammar is None or self.room <= 1:
             return None
-        tokens = self._grammar.forced(min(self._max_forced, self.room - 1))
+        tokens = self.grammar.forced(min(self.max_forced, self.room - 1))
         return Proposal(self.length, tuple(tokens)) if tokens else None
 
     def echoed(self) -> Chunk:
@@ -231,9 +231,9 @@ class Completion:
         One that was drawn from distributions stays as it is: the recovered token makes up for what they give to
         forbidden tokens.
         """
-        if self._grammar is None or proposal.distributions:
+        if self.grammar is None or proposal.distributions:
             return proposal
-        count = self._grammar.allowed_count(proposal.token_ids)
+        count = self.grammar.allowed_count(proposal.token_ids)
         return proposal if count == len(proposal) else proposal.cut(count)
 
     def extend(
@@ -269,7 +269,7 @@ class Completion:
 
     def _may_end(self, token_ids: Sequence[int]) -> bool:
         """False if none of these tokens can end it, as is the case in nearly every round."""
-        is_plain = len(token_ids) < self.room and not self._stop_strings.stop and self._grammar is None
+        is_plain = len(token_ids) < self.room and not self._stop_strings.stop and self.grammar is None
         return not (is_plain and self._end_token_ids.isdisjoint(token_ids))
 
     def _commit_up_to_end(self, token_ids: Sequence[int]) -> list[str]:
@@ -292,8 +292,8 @@ class Completion:
             text = self._stop_strings.push(self._detokenizer.push(token_id))
             if self._stop_strings.found is not None:
                 self._stop(self._stop_strings.found)
-        if self._grammar is not None:
-            self._constrain(self._grammar, token_id)
+        if self.grammar is not None:
+            self._constrain(self.grammar, token_id)
         if self.room <= 0 and self.finish_reason is None:
             self.finish_reason = FinishReason.LENGTH
         return text
@@ -301,10 +301,10 @@ class Completion:
     def check_grammar(self, proposed: Sequence[int]) -> None:
         """Raise an InvalidRequestError where the grammar is beyond the limits at a token of this proposal or behind it,
         as a target has said."""
-        if self._grammar is not None:
+        if self.grammar is not None:
             completed = self.token_ids[self._prompt_length :]
-            self._grammar.masks(completed, proposed)
-            self._grammar.follow(completed)
+            self.grammar.masks(completed, proposed)
+            self.grammar.follow(completed)
 
     def _constrain(self, grammar: GrammarState, token_id: int) -> None:
         """Check a token that was committed, and end the completion where the grammar lets nothing follow."""

@@ -509,7 +509,7 @@ def _number(logprob: float) -> float:
 # ---- sending
 
 
-async def _disconnect(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
     """Return when the client has closed the connection; its body was read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -577,7 +577,7 @@ class Reply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, unless the client leaves first."""
         with suppress(CancelledByEventError):
-            await unless(_disconnect(receive), self._write(send))
+            await unless(wait_for_disconnect(receive), self._write(send))
 
     async def _stream(self, send: Send) -> None:
         """The status waits for the first event, so that a refusal has its own."""

@@ -25,7 +25,7 @@ from tandem_coordinator.http.errors import error_response
 from tandem_coordinator.http.headers import ALONE_HEADER, IGNORED_HEADER, with_sendable_headers
 from tandem_coordinator.settings.coordinator import CoordinatorSettings, split_entries
 
-_HEADER_SECONDS = BODY_SECONDS
+HEADER_SECONDS = BODY_SECONDS
 """Time of a client from connecting, or from the first byte after an answer, to the end of a request's headers."""
 # nginx's default.
 _KEEP_ALIVE_SECONDS = 75
@@ -149,7 +149,7 @@ class _Bounded(H11Protocol):
 
     def _await_request(self) -> None:
         if self._silent is None:
-            self._silent = self.loop.call_later(_HEADER_SECONDS, self.transport.close)
+            self._silent = self.loop.call_later(HEADER_SECONDS, self.transport.close)
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

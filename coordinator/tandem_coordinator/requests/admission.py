@@ -58,22 +58,22 @@ class Admission:
     def __post_init__(self) -> None:
         self._streams: Counter[str] = Counter()
         self._large = asyncio.Lock()
-        self._places = FairPlaces(self.max_running, extra_places(self.max_running))
+        self.places = FairPlaces(self.max_running, extra_places(self.max_running))
         self._unbounded = 0
         """Requests in the queue that are never refused: they had a place before, or their batch sends no other."""
-        self._batches = 0
+        self.batches = 0
         self._preparing = 0
         """Requests whose prompts are made before they ask for a place."""
         self._held_seconds = MovingAverage()
 
     @property
     def running(self) -> int:
-        return self._places.held
+        return self.places.held
 
     @property
     def queued(self) -> int:
         # One that has just been given its place waits no more, and is among the unbounded until its task runs.
-        return max(self._places.waiting - self._unbounded, 0) + self._preparing
+        return max(self.places.waiting - self._unbounded, 0) + self._preparing
 
     @contextmanager
     def stream(self, peer: str) -> Iterator[None]:
@@ -97,16 +97,16 @@ class Admission:
     @contextmanager
     def batch(self, peer: str) -> Iterator[None]:
         """Count a batch of this peer while the block lasts. Its requests are no streams of the peer's."""
-        if self._batches >= MAX_BATCHES:
+        if self.batches >= MAX_BATCHES:
             raise CapacityError(
                 f"{MAX_BATCHES} batches run, which is the most; try again later", RETRY_SECONDS
             )
         with self.stream(peer):
-            self._batches += 1
+            self.batches += 1
             try:
                 yield
             finally:
-                self._batches -= 1
+                self.batches -= 1
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
@@ -154,14 +154,14 @@ class Admission:
         of a batch waits however many others do, as a request of another client than those that come by themselves."""
         if in_batch:
             client = f"batches of {client}"
-        elif not self._places.has_room(client) and self.queued >= self.max_queued:
+        elif not self.places.has_room(client) and self.queued >= self.max_queued:
             raise self.refusal()
         try:
             async with asyncio.timeout(deadline_seconds):
                 if in_batch:
                     await self._wait_unbounded(client, priority)
                 else:
-                    await self._places.take(client, priority)
+                    await self.places.take(client, priority)
         except TimeoutError:
             raise DeadlineError(
                 f"the request waited {deadline_seconds:g} s for a place, which is all it was given"
@@ -177,13 +177,13 @@ class Admission:
         """Wait for a place without being one of those whose number is bounded."""
         self._unbounded += 1
         try:
-            await self._places.take(client, priority)
+            await self.places.take(client, priority)
         finally:
             self._unbounded -= 1
 
     def refuses(self, client: str = "") -> bool:
         """True if a new request of the client would be refused; without one, if it would unless its client has few."""
-        room = max(self.max_running - self.running, 1) if self._places.has_room(client) else 0
+        room = max(self.max_running - self.running, 1) if self.places.has_room(client) else 0
         return self.queued >= self.max_queued + room
 
 
@@ -203,7 +203,7 @@ class Place:
         if self._since is not None:
             self.held_seconds += self._admission.clock() - self._since
             self._since = None
-            self._admission._places.leave(self.client)
+            self._admission.places.leave(self.client)
 
     async def take_again(self) -> None:
         """Wait for a place again, behind the client's other requests. One that has begun is never refused."""

@@ -25,7 +25,7 @@ SequenceT = TypeVar("SequenceT", DraftSequence, TargetSequence)
 
 MAX_FAULTS = 8
 """A sequence that loses so many drafts goes on without one."""
-_ABANDON_SECONDS = 1.0
+ABANDON_SECONDS = 1.0
 """A sequence abandons a draft that is late by more than this if another is ready. It stays with one that never
 answered: leaving would lose its place in that draft's queue."""
 _REOPEN_SECONDS = 2.0
@@ -173,7 +173,7 @@ class DraftPlacement:
         member = self.current.member
         sequence = self.current.sequence
         has_lost = self._has_lost_sequence()
-        hangs = has_lost or (sequence.is_open and sequence.late_seconds > _ABANDON_SECONDS)
+        hangs = has_lost or (sequence.is_open and sequence.late_seconds > ABANDON_SECONDS)
         is_good = member.is_ready and not hangs
         if not has_lost and (is_good or not self.candidate(member)):
             return

@@ -54,7 +54,7 @@ _SUSPECT_POLL_SECONDS = 0.05
 """Interval at which a suspect looks for a target, and whether those that it lost live."""
 _MAX_RETRY_SECONDS = 1.0
 """Longest wait before a round is tried again that has lost `MAX_LOSSES` targets, which live."""
-_MOVE_SECONDS = 5.0
+MOVE_SECONDS = 5.0
 """Wait of a sequence that moves off a draining target for the new one, which may be full."""
 
 
@@ -224,7 +224,7 @@ class FailoverTarget:
             place.sequence,
             (completion.length if is_first else 1) + most,
             is_first=is_first,
-            until=None if self._left is None else asked_at + _MOVE_SECONDS,
+            until=None if self._left is None else asked_at + MOVE_SECONDS,
         )
         self.has_read = is_first
         cache = place.sequence.cache

@@ -12,7 +12,7 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem_coordinator.http import server as server_module
-from tandem_coordinator.http.answers import _disconnect
+from tandem_coordinator.http.answers import wait_for_disconnect
 from tandem_coordinator.http.server import HttpServer
 from tandem_coordinator.settings.coordinator import CoordinatorSettings
 from tests.service.clients import until
@@ -32,7 +32,7 @@ class Endless:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         self.running += 1
-        gone = asyncio.ensure_future(_disconnect(receive))
+        gone = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
             while not gone.done():
                 await send({"type": "http.response.body", "body": self._piece, "more_body": True})
@@ -135,7 +135,7 @@ POST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
 async def test_an_incomplete_request_is_not_waited_for(
     first: bytes | None, rest: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "_HEADER_SECONDS", 0.1)
+    monkeypatch.setattr(server_module, "HEADER_SECONDS", 0.1)
     async with connected(brief) as (reader, writer):
         if first is not None:
             await answered(reader, writer, first)
@@ -145,7 +145,7 @@ async def test_an_incomplete_request_is_not_waited_for(
 
 
 async def test_slow_headers_do_not_extend_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_HEADER_SECONDS", 0.2)
+    monkeypatch.setattr(server_module, "HEADER_SECONDS", 0.2)
     async with connected(brief) as (reader, writer):
         await answered(reader, writer)
         async with asyncio.timeout(SECONDS):
@@ -158,7 +158,7 @@ async def test_slow_headers_do_not_extend_the_timeout(monkeypatch: pytest.Monkey
 
 
 async def test_an_idle_connection_has_its_own_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_HEADER_SECONDS", 0.1)
+    monkeypatch.setattr(server_module, "HEADER_SECONDS", 0.1)
     monkeypatch.setattr(server_module, "_KEEP_ALIVE_SECONDS", 1)
     async with connected(brief) as (reader, writer):
         for _ in range(2):

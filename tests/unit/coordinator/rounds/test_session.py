@@ -381,8 +381,8 @@ async def test_what_a_grammar_forces_is_counted_apart_and_nobody_is_asked() -> N
     ended: list[RoundEnded] = []
     draft = ScriptedDraft(proposes=(2, 3))
     session = session_of(draft, ScriptedTarget(), Chosen(RoundPlan(2)), max_tokens=20, ended=ended)
-    session.completion._grammar = cast("Any", OneWay((2, 3, 1)))
-    session.completion._max_forced = 16
+    session.completion.grammar = cast("Any", OneWay((2, 3, 1)))
+    session.completion.max_forced = 16
     rounds = session.rounds()
     chunk = await anext(rounds)
     assert (chunk.token_ids, chunk.proposed, chunk.drafted) == ((2, 3, 1, 2), 0, (False,) * 4)

@@ -188,7 +188,8 @@ class _Run:
         """
         rows: list[Row] = []
         wire: list[Row] = []
-        setup, port = self.setup, free_port()
+        setup = self.setup
+        port = free_port()
         words = ("--speculation-policy", "fixed", "--draft-ahead", "off", "--prometheus-port", str(port))
         async with through(setup, setup.target_address, setup.draft_address, *words) as contender:
             for batch, temperature in self.cells:
@@ -230,7 +231,8 @@ class _Run:
         """Ask services of their own for one token after a new prefix, then for one after the same prefix and another
         ending: the times to the first token, and the median over rounds of the second by the first."""
         self.progress("a prefix that was served before")
-        prompts, times = self.prompts, list[list[float]]()
+        prompts = self.prompts
+        times = list[list[float]]()
         endings = prompts[0][:ENDING_TOKENS], prompts[1][-ENDING_TOKENS:]
         async with models(self.setup, prefix_caching=True) as setup, start("speculative", setup) as contender:
             for number in range(min(self.settings.rounds, 3)):

@@ -187,7 +187,8 @@ async def models(setup: Setup, *, prefix_caching: bool = False) -> AsyncIterator
     async with AsyncExitStack() as stack:
 
         async def started(role: str) -> str:
-            folder, pace = setup.pair.target if role == "target" else setup.pair.draft, setup.settings.pace
+            folder = setup.pair.target if role == "target" else setup.pair.draft
+            pace = setup.settings.pace
             steps = ("--steps", str(setup.logs / f"{role}.steps"))
             package = (
                 ("benchmarks.pace", "--role", role, "--pace", pace, *steps) if pace else (f"tandem_{role}",)
@@ -308,7 +309,8 @@ def _ours(title: str, method: str = "", *, ahead: str = "off", speculation: bool
 
     @asynccontextmanager
     async def start(setup: Setup) -> AsyncIterator[Contender]:
-        target, draft = setup.target_address, setup.draft_address
+        target = setup.target_address
+        draft = setup.draft_address
         words: tuple[str, ...] = () if method else ("--draft-ahead", ahead)
         async with AsyncExitStack() as stack:
             if is_head:
@@ -410,7 +412,8 @@ def _through_http(complete: Connection) -> Contender:
 
 @asynccontextmanager
 async def _max(setup: Setup) -> AsyncIterator[Contender]:
-    settings, port = setup.settings, free_port()
+    settings = setup.settings
+    port = free_port()
     assert settings.max_python is not None
     words = [
         *("--model-path", setup.pair.target, "--port", port),
@@ -422,7 +425,8 @@ async def _max(setup: Setup) -> AsyncIterator[Contender]:
     with (setup.logs / "max.log").open("wb") as log:
         server = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
     try:
-        base, model = f"http://127.0.0.1:{port}/v1", ""
+        base = f"http://127.0.0.1:{port}/v1"
+        model = ""
         while not model:
             if server.returncode is not None:
                 raise ServiceUnavailableError(f"max serve ended with exit code {server.returncode}")

@@ -17,7 +17,8 @@ DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
 SHAPED_FORM = "shaped:TARGET_PARAMETERS:DRAFT_LAYERS:AGREEMENT, for instance shaped:200M:1:0.8"
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9}
 _WIDTHS = range(128, 16_385, 128)
-_SMALLEST, _LARGEST = 5e5, 1e11
+_SMALLEST = 5e5
+_LARGEST = 1e11
 
 
 def held_out_prompts(count: int) -> list[tuple[str, str]]:
@@ -46,7 +47,8 @@ def llama(width: int, layers: int, vocabulary_size: int, *, is_tied: bool) -> di
 
 def layer_parameters(shape: Mapping[str, Any]) -> int:
     """Number of parameters of one layer."""
-    width, kv_width = shape["hidden_size"], shape["num_key_value_heads"] * shape["head_dim"]
+    width = shape["hidden_size"]
+    kv_width = shape["num_key_value_heads"] * shape["head_dim"]
     return int(2 * width * (width + kv_width) + 3 * width * shape["intermediate_size"] + 2 * width)
 
 

@@ -88,19 +88,24 @@ class Outcome:
 
     def speed_between(self, begin: int, end: int) -> float:
         """Tokens per second of the tokens from `begin` to `end` of each request but its first chunk; 0 for none."""
-        made, passed = 0, 0.0
+        made = 0
+        passed = 0.0
         for answer in self.answers:
-            total, last = 0, 0.0
+            total = 0
+            last = 0.0
             for seconds, count in answer.arrivals:
                 if begin < total + count and total and total < end:
-                    made, passed = made + count, passed + seconds - last
-                total, last = total + count, seconds
+                    made += count
+                    passed += seconds - last
+                total += count
+                last = seconds
         return made / passed * len(self.answers) if passed else 0.0
 
 
 Contender = Callable[[Workload], Awaitable[Outcome]]
 """A started way of decoding: completes a workload's prompts, all at once, or raises a `TandemError`."""
-WORKLOADS, OUTCOMES = TypeAdapter(Workload), TypeAdapter(Outcome)
+WORKLOADS = TypeAdapter(Workload)
+OUTCOMES = TypeAdapter(Outcome)
 
 
 class PeerError(TandemError):
@@ -125,7 +130,8 @@ async def peer(name: str, command: list[str], setup: dict[str, Any], log: Path) 
             )
         except OSError as error:
             raise PeerError(f"{name} did not start: {python}: {error.strerror or error}") from error
-    questions, answers = process.stdin, process.stdout
+    questions = process.stdin
+    answers = process.stdout
     assert questions is not None
     assert answers is not None
 
@@ -230,7 +236,8 @@ def load_transformers(setup: dict[str, Any]) -> Run:  # noqa: C901 - one engine,
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(setup["threads"])
-    device, dtype = setup["device"], getattr(torch, setup["dtype"])
+    device = setup["device"]
+    dtype = getattr(torch, setup["dtype"])
 
     def model(name: str) -> Any:
         return AutoModelForCausalLM.from_pretrained(setup[name], dtype=dtype).to(device).eval()
@@ -291,7 +298,8 @@ def load_vllm(setup: dict[str, Any]) -> Run:
     from vllm import LLM
 
     mend_expansion()
-    mode, speculation = setup["mode"], dict[str, Any]()
+    mode = setup["mode"]
+    speculation = dict[str, Any]()
     if drafts := _VLLM_DRAFTS.get(mode):
         models = {"draft_model": setup["draft"], "eagle3": setup["own_head"]}
         own = {"model": models[mode]} if mode in models else {}

@@ -251,7 +251,9 @@ def write(report: Report, json: Path | None, markdown_file: Path | None) -> None
 
 
 def _circumstances(report: Report) -> Iterator[str]:
-    machine, pair, settings = report.machine, report.pair, report.settings
+    machine = report.machine
+    pair = report.pair
+    settings = report.settings
     yield f"    {report.command}"
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     yield (
@@ -317,7 +319,8 @@ def _first_tokens(report: Report) -> Table:
         figures: list[float | None] = []
         for part in ("first_tokens_per_second", "later_tokens_per_second"):
             if own := getattr(cell, part):
-                speed, speed_alone = statistics.median(own), getattr(alone, part, ())
+                speed = statistics.median(own)
+                speed_alone = getattr(alone, part, ())
                 figures += [speed, speed / statistics.median(speed_alone) if speed_alone else None]
                 figures.append(by_best(own, [getattr(other, part) for other in others]))
         if figures:

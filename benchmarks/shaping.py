@@ -134,7 +134,8 @@ def sharpen(model: Any, entropy_nats: float) -> None:
 
 def agreement_and_overlap(target: Any, draft: Any) -> tuple[float, float]:
     """Share of positions with the same most probable token, and the probability mass that the two share."""
-    of_target, of_draft = _logits(target), _logits(draft)
+    of_target = _logits(target)
+    of_draft = _logits(draft)
     agreement = (of_target.argmax(-1) == of_draft.argmax(-1)).double().mean()
     overlap = torch.minimum(of_target.softmax(-1), of_draft.softmax(-1)).sum(-1).double().mean()
     return float(agreement), float(overlap)

@@ -89,7 +89,8 @@ class Steps:
 
     def __init__(self, backends: Backends, sequences: int, tokens: int) -> None:
         model = backends.model
-        self._tokens, self._sequences = tokens, sequences
+        self._tokens = tokens
+        self._sequences = sequences
         self._page_count = sequences * pages_for(tokens, PAGE_TOKENS)
         arena = KvArena(model.layers, self._page_count, model.dtype, model.device)
         self.runner = backends.steps(arena)

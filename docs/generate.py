@@ -213,7 +213,8 @@ def http_page() -> str:
     kept: dict[tuple[str, ...], list[str]] = {}
     refused: dict[str, list[str]] = {}
     for field, endpoint, text in field_rows():
-        name, words = f"`{field}`", " ".join(text.split())
+        name = f"`{field}`"
+        words = " ".join(text.split())
         if words.startswith("Refused"):
             condition, _, reason = words.removeprefix("Refused").partition(": ")
             where = "" if endpoint == "both" else f" ({endpoint})"

@@ -23,7 +23,9 @@ class Ran:
 
 
 def _run(arguments: tuple[str, ...], stdin: TextIO) -> Ran:
-    out, err, code = io.StringIO(), io.StringIO(), 0
+    out = io.StringIO()
+    err = io.StringIO()
+    code = 0
     with (
         redirect_stdout(out),
         redirect_stderr(err),

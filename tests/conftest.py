@@ -69,7 +69,8 @@ def pytest_collection_finish() -> None:
 def _restored_logging() -> Iterator[None]:
     """Give logs back to pytest: a process's main sends them to its stderr, which in a test is closed at its end."""
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    handlers = root.handlers[:]
+    level = root.level
     yield
     root.handlers[:] = handlers
     root.setLevel(level)

@@ -115,19 +115,24 @@ def angles(x: Tensor, theta: float = 10000.0, first: int = 0) -> tuple[Tensor, T
 
 def turned_halves(x: Tensor, theta: float = 10000.0, first: int = 0) -> Tensor:
     """Rotary positions, for pairs of a number of each half."""
-    (cosines, sines), (left, right) = angles(x, theta, first), x.chunk(2, dim=-1)
+    (cosines, sines) = angles(x, theta, first)
+    (left, right) = x.chunk(2, dim=-1)
     return torch.cat((left * cosines - right * sines, right * cosines + left * sines), dim=-1)
 
 
 # ---- EAGLE-3
 
-HEADS, KV_HEADS, HEAD_DIM, MLP = 2, 1, 16, 48
+HEADS = 2
+KV_HEADS = 1
+HEAD_DIM = 16
+MLP = 48
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def eagle3_tensors(target: Any, draft_vocabulary: int, seed: int, **flags: bool) -> dict[str, Tensor]:
     """Random tensors by their published names, for a model of transformers."""
-    size, numbers = target.config.hidden_size, Numbers(seed)
+    size = target.config.hidden_size
+    numbers = Numbers(seed)
     layer = {
         "input_layernorm.weight": numbers.norm(size),
         "hidden_norm.weight": numbers.norm(size),
@@ -217,7 +222,8 @@ class Eagle3Reference(Layers):
     @torch.no_grad()
     def propose(self, token_ids: Sequence[int], count: int) -> list[int]:
         """The most probable `count` tokens after these."""
-        states, tokens = list(self._context(token_ids)[:-1]), list(token_ids[1:])
+        states = list(self._context(token_ids)[:-1])
+        tokens = list(token_ids[1:])
         for _ in range(count):
             fed_back, token_id = self._next(tokens, torch.stack(states))
             states.append(fed_back)
@@ -254,7 +260,8 @@ class Eagle3Reference(Layers):
             self._by(f"midlayer.self_attn.{name}_proj", joined).view(len(joined), -1, self._dim)
             for name in ("q", "k", "v")
         )
-        query, key = turned_halves(query, self._theta), turned_halves(key, self._theta)
+        query = turned_halves(query, self._theta)
+        key = turned_halves(key, self._theta)
         return self._by("midlayer.self_attn.o_proj", attended(query, key, value))
 
 
@@ -280,7 +287,8 @@ def save_eagle(
         norms: those of the speculators format's `layernorms`.
         embedding: ``none``, ``copied`` from the target, or its ``own``.
     """
-    size, numbers = target.config.hidden_size, Numbers(seed)
+    size = target.config.hidden_size
+    numbers = Numbers(seed)
     tensors = _layer_tensors(target, seed)
     tensors["fc.weight"] = numbers.plain(size, 2 * size) / size**0.5
     if bias:
@@ -379,7 +387,9 @@ def save_medusa(
         whole_outputs: the output layers have all rows nevertheless.
         shared_output: all heads have one output layer.
     """
-    size, vocabulary, numbers = target.config.hidden_size, target.config.vocab_size, Numbers(seed)
+    size = target.config.hidden_size
+    vocabulary = target.config.vocab_size
+    numbers = Numbers(seed)
     rows = draft_vocabulary if draft_vocabulary is not None and not whole_outputs else vocabulary
     tensors: dict[str, Tensor] = {}
     for head in range(MEDUSA_HEADS):
@@ -438,7 +448,11 @@ class MedusaReference(Layers):
 
 # ---- DFlash
 
-DFLASH_HEADS, DFLASH_KV_HEADS, DFLASH_MLP, DFLASH_LAYERS, DFLASH_THETA = 4, 2, 40, 2, 5000.0
+DFLASH_HEADS = 4
+DFLASH_KV_HEADS = 2
+DFLASH_MLP = 40
+DFLASH_LAYERS = 2
+DFLASH_THETA = 5000.0
 
 
 def save_dflash(
@@ -453,7 +467,9 @@ def save_dflash(
         wrapped: in the speculators format.
         draft_vocabulary: tokens that the draft can say, with `d2t` and an output layer of its own; only there.
     """
-    size, vocabulary, numbers = target.config.hidden_size, target.config.vocab_size, Numbers(seed)
+    size = target.config.hidden_size
+    vocabulary = target.config.vocab_size
+    numbers = Numbers(seed)
     tensors = _tensors(size, len(layer_ids), numbers)
     if draft_vocabulary is not None:
         chosen = numbers.chosen(vocabulary, draft_vocabulary).sort().values

@@ -18,7 +18,9 @@ from torch import nn
 from tests.end_to_end.models import save_model
 from tests.heads import TargetStates
 
-LAYERS, EXPERTS, SIZE = 3, 4, 32
+LAYERS = 3
+EXPERTS = 4
+SIZE = 32
 _APPENDED = {"moe_intermediate_size": 16, "n_shared_experts": 1, "n_routed_experts": EXPERTS, "num_experts_per_tok": 2,
              "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 1}  # fmt: skip
 _SEPARATE = {"num_key_value_heads": 1, "head_dim": 16}

@@ -40,7 +40,8 @@ LAST_STEPS = (5, 5, 1, 1, 1, 1, 1)
 
 def prompts(folder: Path, count: int) -> list[list[int]]:
     """Token ids of `count` pieces of source code, each of another length."""
-    text, files = "", iter(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")))
+    text = ""
+    files = iter(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")))
     while len(text) < count * LONGEST * 8:  # more than any tokenizer takes on average for source code
         text += next(files).read_text(encoding="utf-8", errors="replace")
     token_ids = iter(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids)
@@ -102,7 +103,8 @@ def table(name: str, folder: Path, count: int) -> Table:
         caption=f"ratio of the means {low:.3f} to {high:.3f} (95 %)",
     )
     for way, own in nats.items():
-        mean, most = own.mean() / nats["torch"].mean(), own.max() / nats["torch"].max()
+        mean = own.mean() / nats["torch"].mean()
+        most = own.max() / nats["torch"].max()
         result.add_row(way, f"{own.mean():.5f}", f"{mean:.3f}", f"{own.max():.3f}", f"{most:.3f}")
     return result
 

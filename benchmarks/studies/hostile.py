@@ -134,11 +134,14 @@ async def _readers(kind: str, address: str, port: int) -> AsyncIterator[str]:
             arriving = asyncio.create_task(arrive())
             try:
                 while not (await asyncio.wait({arriving}, timeout=PROGRESS_SECONDS))[0]:
-                    now, places, (tokens, _) = time.perf_counter(), await held(), await got()
+                    now = time.perf_counter()
+                    places = await held()
+                    (tokens, _) = await got()
                     yield f"{kind}, after {now - began:.0f} s: {places} sequences open, {tokens:,} tokens so far"
                     # Those of the good request that runs are among them
                     if tokens > most + _GOOD_TOKENS:
-                        most, moved = tokens, now
+                        most = tokens
+                        moved = now
                     elif now - moved > STUCK_SECONDS:
                         raise TimeoutError(
                             f"{places} sequences stay open without a token for {now - moved:.0f} s"
@@ -146,7 +149,8 @@ async def _readers(kind: str, address: str, port: int) -> AsyncIterator[str]:
                 came = await arriving
             finally:
                 arriving.cancel()
-            seconds, (tokens, whole) = time.perf_counter() - began, await got()
+            seconds = time.perf_counter() - began
+            (tokens, whole) = await got()
             yield f"{kind}, while they arrive: {1e3 * came[0]:.1f} ms at first, then {_described(came)}"
             yield (
                 f"{kind}, no place held after {seconds:.0f} s: {READERS} readers got {tokens:,} tokens, and {whole} of "

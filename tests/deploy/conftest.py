@@ -66,7 +66,8 @@ def engine() -> None:
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make the certificates that deploy/compose.tls.yml expects in CERTIFICATES."""
-    folder, authority = tmp_path_factory.mktemp("certificates"), trustme.CA()
+    folder = tmp_path_factory.mktemp("certificates")
+    authority = trustme.CA()
     for service, names in (("draft", ["draft-service"]), ("target", ["target-service"]), ("coordinator", [])):
         issued(folder / service, authority, names=names)
     (folder / "coordinator" / "tokens").write_text(f"{CLIENT_TOKEN}\n", encoding="utf-8")

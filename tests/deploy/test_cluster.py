@@ -85,7 +85,8 @@ def test_the_coordinator_has_no_torch_and_no_other_service(
 
 def test_a_further_draft_is_found_and_used(cluster: Cluster) -> None:
     """`docker compose up --scale draft_service=2`."""
-    coordinator, further = cluster["coordinator"].process, cluster.another("draft_service")
+    coordinator = cluster["coordinator"].process
+    further = cluster.another("draft_service")
     further.wait_until_healthy()
     until(
         lambda: f"replica ready role=draft address={further.address}:" in coordinator.stderr,

@@ -49,7 +49,8 @@ def test_every_metric_that_a_query_asks_for_is_exported() -> None:
         kind(registry, model_name="m")
     vllm_metrics.register(registry, vllm_metrics.Counts(), lambda: 0)
     exported = VLLM_METRICS | {family.name for family in registry.collect()}
-    stats, replica = SpeculationStats(rounds=1, drafted=1), REPLICAS[0]
+    stats = SpeculationStats(rounds=1, drafted=1)
+    replica = REPLICAS[0]
     state = State("m", 1, 0, 0, 1, {"greedy": stats}, stats, [replica], STATUS.decisions)
     exported |= {family.name for family in state_metrics(state, {("draft", "sent"): 1})}
     # Gauges of a KV cache that is read when somebody asks: their names are in the source.

@@ -185,7 +185,8 @@ def test_containers_are_confined(everything: dict[str, dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("name", OWN)
 def test_our_services_are_as_their_image_says(everything: dict[str, dict[str, Any]], name: str) -> None:
-    service, dockerfile = everything[name], Dockerfile(DOCKERFILE)
+    service = everything[name]
+    dockerfile = Dockerfile(DOCKERFILE)
     stage = service["build"]["target"]
     assert service["healthcheck"]["test"] == ["CMD", *dockerfile.health_check(stage)]
     assert service["user"] == dockerfile.last(stage, "USER")
@@ -209,7 +210,8 @@ def gpus_of(service: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("role", ["draft", "target"])
 def test_a_model_on_a_gpu_is_run_by_vllm(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The settings accept what image and compose file say together, and vLLM has the shared memory that it needs."""
-    service, dockerfile = services(overlays=[GPU])[f"{role}_service"], Dockerfile(DOCKERFILE)
+    service = services(overlays=[GPU])[f"{role}_service"]
+    dockerfile = Dockerfile(DOCKERFILE)
     stage = service["build"]["target"]
     given = dockerfile.environment(stage) | service["environment"]
     set_environment(monkeypatch, {name: value for name, value in given.items() if "TANDEM_" in name})
@@ -261,7 +263,8 @@ def test_replicas_have_gpus_of_their_own(tmp_path: Path) -> None:
         "target_service_2": ["2", "3"],
         "draft_service": ["GPU-4"],
     }
-    first, second = chosen["target_service"], chosen["target_service_2"]
+    first = chosen["target_service"]
+    second = chosen["target_service_2"]
     assert first["environment"]["TANDEM_TARGET_TENSOR_PARALLEL_SIZE"] == 2
     assert chosen["draft_service"]["environment"]["TANDEM_DRAFT_TENSOR_PARALLEL_SIZE"] == 1
     for name in ("image", "environment", "networks", "volumes", "healthcheck", "tmpfs", "shm_size"):

@@ -43,7 +43,8 @@ def visible_distance(total: int, freedom: int) -> float:
 
     The statistic of a wrong distribution at distance d is noncentral with at least 4 * total * d^2 (Cauchy-Schwarz).
     """
-    low, high = 0.0, 10.0 * critical_value(freedom)
+    low = 0.0
+    high = 10.0 * critical_value(freedom)
     for _ in range(60):
         noncentrality = (low + high) / 2.0
         deviation = math.sqrt(2.0 * (freedom + 2.0 * noncentrality))

@@ -50,7 +50,8 @@ def assert_kept(name: str, out: str) -> None:
 
 def documents_in(out: str) -> list[Any]:
     """Parse an output in JSON: one document, or one for each repetition."""
-    found, rest = [], out.strip()
+    found = []
+    rest = out.strip()
     while rest:
         document, end = json.JSONDecoder().raw_decode(rest)
         found.append(document)
@@ -59,7 +60,8 @@ def documents_in(out: str) -> list[Any]:
 
 
 pytestmark = pytest.mark.slow
-ADMIN_TOKEN, CLIENT_TOKEN = "an-admin-token-for-tests", "a-client-token-for-tests"
+ADMIN_TOKEN = "an-admin-token-for-tests"
+CLIENT_TOKEN = "a-client-token-for-tests"
 
 
 @pytest.fixture(scope="module")

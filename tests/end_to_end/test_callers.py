@@ -142,7 +142,9 @@ def _proposed_behind(cluster: Cluster, known: Sequence[int]) -> list[int]:
 
 def test_an_answer_is_read_by_its_own_caller_alone(clusters: Callable[..., Cluster]) -> None:
     """Another token sees what it would see if the answer had never been given; where callers share, it reads it."""
-    sharing, apart, untouched = clusters(*SHARING), clusters(), clusters()
+    sharing = clusters(*SHARING)
+    apart = clusters()
+    untouched = clusters()
     told = sharing.tell()
     assert len(told) == TOLD
     assert apart.tell() == told

@@ -150,7 +150,9 @@ async def streaming(
 
     async def keep_streaming(number: int) -> None:
         while not over.is_set():
-            text, token_ids, began = "", tuple[int, ...](), time.monotonic()
+            text = ""
+            token_ids = tuple[int, ...]()
+            began = time.monotonic()
             last = began
             try:
                 async for chunk in client.generate(requests[number]):
@@ -202,7 +204,8 @@ async def assert_nothing_lost(
         request(prompts[i % len(prompts)], ("greedy", "strict")[i % 2], TOKENS) for i in range(streams)
     ]
     chance = random.Random(seed)
-    record, over = Record([0] * streams), asyncio.Event()
+    record = Record([0] * streams)
+    over = asyncio.Event()
     addresses = [",".join(each.address for each in services) for services in (targets, drafts)]
     coordinator = Service(
         "tandem_coordinator", "--target-address", addresses[0], "--draft-address", addresses[1],

@@ -25,7 +25,8 @@ OPTIONS = ("--temperature", "0", "--max-tokens", "24", "--num-speculative-tokens
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 COLOURED = re.compile(r"\x1b\[(?:1;)?32m.*?\x1b\[0m", re.DOTALL)
 """Green; bold where it was drafted ahead."""
-BOLD, GREEN = re.compile(r"\x1b\[1;32m"), re.compile(r"\x1b\[32m")
+BOLD = re.compile(r"\x1b\[1;32m")
+GREEN = re.compile(r"\x1b\[32m")
 
 
 def generate(address: str, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -77,7 +78,8 @@ def test_a_prompt_may_come_from_anywhere(address: str, expected: Any, tmp_path: 
 
 
 def test_the_closing_line_reports_the_gain_of_the_draft(address: str, expected: Any) -> None:
-    quiet, result = generate(address, PROMPT, "--quiet"), generate(address, PROMPT)
+    quiet = generate(address, PROMPT, "--quiet")
+    result = generate(address, PROMPT)
     assert quiet.stdout == result.stdout == expected["text"] + "\n"
     assert (quiet.returncode, quiet.stderr) == (0, "")
     (line,) = result.stderr.splitlines()

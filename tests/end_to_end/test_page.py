@@ -136,7 +136,8 @@ def test_a_tokens_hover_has_the_probabilities_that_decided_it(url: str, browser:
     browser.until("!document.getElementById('race').hidden", 60.0)
     settle(browser)
     titles = "[...document.querySelectorAll('#output .%s')].map((token) => token.title)"
-    accepted, own = browser.evaluate(titles % "accepted"), browser.evaluate(titles % "supplied")
+    accepted = browser.evaluate(titles % "accepted")
+    own = browser.evaluate(titles % "supplied")
     said = "proposed by the draft and accepted \u00b7 draft "
     assert accepted
     assert all(title.startswith(said) and " target " in title for title in accepted)
@@ -186,7 +187,8 @@ def test_the_displayed_code_does_the_same_as_the_page(url: str, browser: Page) -
     browser.evaluate("document.getElementById('compare').checked = false")
     browser.click("#code summary")
     browser.until("document.getElementById('python').textContent.includes('model=\"')")
-    curl, python = shown(browser, "curl"), shown(browser, "python")
+    curl = shown(browser, "curl")
+    python = shown(browser, "python")
     browser.click("#run")
     browser.until("document.getElementById('rate').textContent !== ''")
     settle(browser)

@@ -156,7 +156,8 @@ async def test_a_request_is_one_trace_across_all_services(cluster: Cluster) -> N
     spans = {span.span.span_id: span for span in cluster.collector.spans}
     assert len({span.span.trace_id for span in spans.values()}) == 1
     root = "tandem-coordinator text_completion target"
-    propose, verify = "tandem.v1.DraftService/Propose", "tandem.v1.TargetService/Verify"
+    propose = "tandem.v1.DraftService/Propose"
+    verify = "tandem.v1.TargetService/Verify"
     paths = [path(span, spans) for span in spans.values()]
     assert paths.count((root, "tandem-coordinator round")) == rounds
     assert sorted(each for each in paths if "tandem-coordinator round" not in each) == sorted(

@@ -37,7 +37,8 @@ from tests.service.clients import until
 
 __all__ = ["MAX_LENGTH", "Fake", "FakeDraft", "FakeTarget", "counting", "scripted"]
 
-SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 HANG_SECONDS = 300.0
 """Bound on a test: a hang ends with TimeoutError."""
 
@@ -55,7 +56,8 @@ def hooked(
     on_answer: Callable[[AnswerT], AnswerT] = lambda answer: answer,
 ) -> ServedSequence[OptionsT, StepT, AnswerT]:
     """Pass the steps of a sequence, and its answers and pushes, through these functions."""
-    steps, say = sequence.steps, sequence.say
+    steps = sequence.steps
+    say = sequence.say
 
     async def observed(pushed: Any = None) -> AsyncIterator[StepT]:
         async for step in steps(pushed):

@@ -97,7 +97,9 @@ def _running_tasks() -> Counter[str]:
 @pytest.fixture
 async def cluster(model: LoadedModel, request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
     """A cluster; a test may say how many sequences it has room for."""
-    made, verifying, proposing = Cluster(), TargetServicer(), DraftServicer()
+    made = Cluster()
+    verifying = TargetServicer()
+    proposing = DraftServicer()
     limits = EngineSettings(max_sequences=getattr(request, "param", MAX_SEQUENCES))
     async with (
         started(RowEngine(Backends(model), limits, made.step)) as target,
@@ -213,7 +215,8 @@ REQUEST = GenerationRequest((10,), max_tokens=40, temperature=0.0, num_speculati
 
 
 async def test_an_abort_during_a_step_reaches_the_client_at_once() -> None:
-    target, draft = FakeTarget(), FakeDraft()
+    target = FakeTarget()
+    draft = FakeDraft()
     async with fleet(target, draft) as (client, _, service):
         requests = service.completions.requests
         work = asyncio.create_task(complete(client, REQUEST))
@@ -237,7 +240,8 @@ async def test_an_abort_during_a_step_reaches_the_client_at_once() -> None:
 
 async def test_an_abort_frees_the_services_while_the_client_does_not_read() -> None:
     """The generator is suspended at a yield, where there is no task to cancel."""
-    target, draft = FakeTarget(), FakeDraft()
+    target = FakeTarget()
+    draft = FakeDraft()
     async with fleet(target, draft) as (_, _, service):
         requests = service.completions.requests
         async with aclosing(service.completions.complete(REQUEST)) as chunks:

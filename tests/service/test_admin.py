@@ -89,7 +89,8 @@ async def told(client: Client, request: GenerationRequest) -> list[SpeculationSt
     summary = (await client.complete(request)).summary
     assert summary.speculation_state is not None
     async with AdminClient(client.address) as admin:
-        status, stats = await admin.status(), await admin.stats()
+        status = await admin.status()
+        stats = await admin.stats()
     return [summary.speculation_state, status.speculation_state, stats.speculation_state]
 
 

@@ -56,7 +56,8 @@ async def collect(results: AsyncIterator[BatchResult]) -> dict[int, BatchResult]
 
 
 async def test_each_of_two_thousand_prompts_has_its_own_result() -> None:
-    target, draft = FakeTarget(), FakeDraft()
+    target = FakeTarget()
+    draft = FakeDraft()
     async with cluster(target, draft, max_concurrent_requests=16, max_queued_requests=0) as client:
         found = await collect(client.generate_many(prompts(2000), **SHORT))
     assert sorted(found) == [*range(2000)]
@@ -213,7 +214,8 @@ async def test_requests_that_fail_end_no_other() -> None:
     assert "sampled_logprobs is true and row_kind is dense" in errors[4]
     assert "bytes" in errors[5]
     assert "20000" in errors[6]
-    first, last = found[0].completed, found[7].completed
+    first = found[0].completed
+    last = found[7].completed
     assert first is not None
     assert last is not None
     assert (first.token_ids, last.token_ids) == ((11, 12), (15, 16))

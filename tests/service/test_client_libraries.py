@@ -85,7 +85,9 @@ for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
 
 async def answered(script: str, url: str) -> tuple[int | None, str, str]:
     """Exit code and output of a script in the first environment that has its library."""
-    code, out, err = None, b"", b""
+    code = None
+    out = b""
+    err = b""
     for python in PYTHONS:
         process = await asyncio.create_subprocess_exec(
             python, "-W", "ignore", "-c", script, url,

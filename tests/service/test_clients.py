@@ -32,7 +32,8 @@ from tests.service.fakes import FakeDraft, FakeTarget, GenerateOnly, cluster, pa
 SECONDS = 20.0
 TOKEN = "a-token-of-many-characters"
 BOTH = pytest.mark.parametrize("kind", ["async", "sync"])
-UNAVAILABLE, EXHAUSTED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 Complete = Callable[..., Any]

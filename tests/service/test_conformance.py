@@ -85,7 +85,8 @@ class Faulty(DraftServicer):
         self.rolled_back = False
 
         def on_step(step: ProposeStep) -> None:
-            last, self.last = self.last, step
+            last = self.last
+            self.last = step
             self.rolled_back = last is not None and 0 < step.delta.base_length < last.delta.length
 
         def on_answer(answer: Answer) -> Answer:
@@ -363,7 +364,8 @@ def test_the_page_names_every_field() -> None:
     named = set(re.findall(r"`(\w+)`", page))
     calls = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].methods
     left = [message for call in calls for message in (call.input_type, call.output_type)]
-    seen, missing = set(), []
+    seen = set()
+    missing = []
     while left:
         message = left.pop()
         if message.full_name in seen:

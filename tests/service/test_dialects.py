@@ -54,7 +54,8 @@ def writing(text: str) -> Any:
 async def cluster_of(tmp_path: Path, text: str, **options: Any) -> AsyncIterator[HttpCluster]:
     template = tmp_path / "template.jinja"
     template.write_text(options.pop("template", TEMPLATE))
-    target, draft = FakeTarget(writing(text), (0,)), FakeDraft(writing(text))
+    target = FakeTarget(writing(text), (0,))
+    draft = FakeDraft(writing(text))
     for fake in (target, draft):
         fake.model_info = replace(fake.model_info, max_length=MAX_LENGTH)
     async with http_cluster(target, draft, chat_template=template, **options) as cluster:

@@ -71,7 +71,8 @@ def useless() -> FakeDraft:
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED])
 async def test_another_draft_takes_over(code: grpc.StatusCode) -> None:
-    failing, other = Failing(*range(3, 99), code=code), FakeDraft()
+    failing = Failing(*range(3, 99), code=code)
+    other = FakeDraft()
     async with fleet(FakeTarget(), failing, other) as (client, *_):
         completed = await complete(client, REQUEST)
     assert completed.token_ids == EXPECTED
@@ -81,7 +82,8 @@ async def test_another_draft_takes_over(code: grpc.StatusCode) -> None:
 
 @pytest.mark.parametrize(("step", "opened"), [(10, 1), (17, 0)])
 async def test_no_other_draft_takes_over_for_the_last_few_tokens(step: int, opened: int) -> None:
-    failing, other = Failing(*range(step, 99)), FakeDraft()
+    failing = Failing(*range(step, 99))
+    other = FakeDraft()
     async with fleet(FakeTarget(), failing, other) as (client, *_):
         completed = await complete(client, REQUEST)
     assert completed.token_ids == EXPECTED
@@ -90,7 +92,8 @@ async def test_no_other_draft_takes_over_for_the_last_few_tokens(step: int, open
 
 async def test_a_draft_that_returns_is_used_again() -> None:
     # The target must not finish before the draft's health was checked.
-    target, draft = paced(0.02), Failing(3, 8)
+    target = paced(0.02)
+    draft = Failing(3, 8)
     async with fleet(target, draft) as (client, *_):
         completed = await complete(client, REQUEST)
     assert completed.token_ids == EXPECTED
@@ -107,7 +110,8 @@ async def test_a_hanging_draft_is_replaced_and_one_that_has_no_room_yet_is_not(
     answered: int, opened: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem_coordinator.rounds.placement.ABANDON_SECONDS", 0.1)
-    target, drafts = paced(0.02), (Hanging(answered), FakeDraft())
+    target = paced(0.02)
+    drafts = (Hanging(answered), FakeDraft())
     async with fleet(target, *drafts, draft_patience_seconds=0.05) as (client, services, service):
         await services[2].say(NOT_SERVING)
         states = service.replicas.snapshots
@@ -121,7 +125,8 @@ async def test_a_hanging_draft_is_replaced_and_one_that_has_no_room_yet_is_not(
 
 
 async def test_a_paused_request_leaves_a_draft_that_drains() -> None:
-    target, draft = paced(0.04), useless()
+    target = paced(0.04)
+    draft = useless()
     async with fleet(target, draft, speculation_policy="adaptive") as (client, services, _):
         task = asyncio.create_task(complete(client, REQUEST))
         await until(lambda: target.longest > TOKENS // 2)
@@ -214,7 +219,8 @@ async def test_a_faulty_draft_leaves_the_targets_own_tokens(fault: str) -> None:
 async def test_a_late_answer_is_dropped_and_the_draft_is_used_again() -> None:
     """The late answer proposes tokens of a finished round; as an answer to a later round it would be invalid."""
     # The target must not finish before the draft answers again.
-    target, draft = paced(PATIENCE_SECONDS / 2), Late()
+    target = paced(PATIENCE_SECONDS / 2)
+    draft = Late()
     async with cluster(target, draft, draft_patience_seconds=PATIENCE_SECONDS) as client:
         completed = await complete(client, GenerationRequest((10,), max_tokens=50, temperature=0.0))
     assert len(draft.requested) > 2
@@ -224,7 +230,8 @@ async def test_a_late_answer_is_dropped_and_the_draft_is_used_again() -> None:
 async def test_non_finite_logits_of_the_target_end_the_request_with_internal(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    head, calls = core_engine.row_head, itertools.count()
+    head = core_engine.row_head
+    calls = itertools.count()
 
     def spoilt(ready: Any, logits: Tensor, **named: Any) -> Any:
         return head(ready, logits * torch.nan if next(calls) > 1 else logits, **named)

@@ -154,7 +154,8 @@ async def test_the_text_is_the_same_as_without_drafting_ahead(paced: Paced) -> N
         assert both.draft.pushes == 0, "without a budget the draft pushes nothing"
         assert hits(before) == 0
         assert before[0].token_ids == alone.token_ids
-        without_hit, completed = {*REQUESTS}, before
+        without_hit = {*REQUESTS}
+        completed = before
         while without_hit:  # on a busy machine all that was drafted ahead may come too late
             for ahead in AHEAD:
                 requested = both.draft.requested
@@ -220,7 +221,9 @@ async def test_losing_the_target_with_outcomes_outstanding_costs_no_token(paced:
     async with paced(*faults) as both:
         before = await both.completed("off", *requests)
         for each in faults:
-            each.steps, each.after, each.before = 0, {3, 9}, {14}
+            each.steps = 0
+            each.after = {3, 9}
+            each.before = {14}
         completed = await both.completed(16, *requests)
         assert min(each.steps for each in faults) > 3
         assert [each.token_ids for each in completed] == [each.token_ids for each in before]

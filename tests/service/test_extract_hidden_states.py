@@ -53,7 +53,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 async def cluster(folders: tuple[Path, Path], **settings: object) -> AsyncIterator[str]:
     """A coordinator over a target with these settings and a draft."""
     values: dict[str, Any] = {"model": folders[0], "threads": 1, "compile": "off", **settings}
-    verifier, servicer = load_verifier(TargetSettings(**values)), TargetServicer()
+    verifier = load_verifier(TargetSettings(**values))
+    servicer = TargetServicer()
     servicer.verifier = verifier
     async with asyncio.timeout(SECONDS), AsyncExitStack() as stack:
         await verifier.start()

@@ -145,7 +145,8 @@ async def hops(
         enter = stack.enter_async_context
         targets, drafting = await enter(services(model, other_model, Faults(), Faults()))
         first, second = targets.split(",")
-        to_target, to_draft = await enter(fault_proxy(first)), await enter(fault_proxy(str(drafting)))
+        to_target = await enter(fault_proxy(first))
+        to_draft = await enter(fault_proxy(str(drafting)))
         near, _ = await enter(coordinated(f"{to_target.address},{second}", to_draft.address))
         to_coordinator = await enter(fault_proxy(near.address))
         client = await enter(Client(to_coordinator.address))

@@ -174,7 +174,8 @@ async def test_several_completions_of_several_prompts() -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_disconnecting_client_ends_the_targets_sequence(streams: bool) -> None:
-    target, draft = paced(0.05), FakeDraft()
+    target = paced(0.05)
+    draft = FakeDraft()
     async with http_cluster(target, draft) as cluster:
         body = {"prompt": [10], "max_tokens": 50, "stream": streams, "num_speculative_tokens": 1}
         async with asyncio.timeout(SECONDS):

@@ -217,7 +217,8 @@ async def test_a_model_without_a_template_is_asked_by_that_of_the_request() -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_chat_may_begin_with_the_message_that_it_continues(stream: bool, template: Path) -> None:
-    user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "So be it"}
+    user = {"role": "user", "content": "a"}
+    assistant = {"role": "assistant", "content": "So be it"}
     async with http_cluster(FakeTarget(), chat_template=template) as cluster:
         for messages, others, echoed in (
             ([user, assistant], {"continue_final_message": True, "add_generation_prompt": False}, "So be it"),

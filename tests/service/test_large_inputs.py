@@ -155,7 +155,8 @@ class Counts(Observer, RequestObserver):
 
 async def test_a_full_coordinator_refuses_a_request_unread_once_it_has_seen_the_token() -> None:
     """It counts it too. Without the token nobody learns of its load."""
-    target, counter = paced(2 * SECONDS), Counts()
+    target = paced(2 * SECONDS)
+    counter = Counts()
     bounds = {"max_concurrent_requests": 1, "max_queued_requests": 0}
     async with (
         served(target) as services,
@@ -182,7 +183,9 @@ async def test_a_full_coordinator_refuses_a_request_unread_once_it_has_seen_the_
         await asyncio.gather(runs, return_exceptions=True)
 
 
-CHOICES, TOKENS, TOPS = 16, 24, 20
+CHOICES = 16
+TOKENS = 24
+TOPS = 20
 LARGE = {"max_tokens": TOKENS, "n": CHOICES, "temperature": 0, "return_token_ids": True}
 MESSAGES = [{"role": "user", "content": "a"}]
 BODIES: dict[str, dict[str, Any]] = {

@@ -115,7 +115,8 @@ class LeadingEngine:
             request = request.following(answer)
 
     async def _step(self, sequence: Led, request: RowRequest) -> Verification:
-        step, tokens = request.step, sequence.tokens
+        step = request.step
+        tokens = sequence.tokens
         tokens[step.delta.base_length :] = step.delta.token_ids
         base_length = request.base_length
         said = [counting(tokens[:length]) for length in range(base_length, len(tokens) + 1)]
@@ -162,7 +163,8 @@ RULES = {"greedy": REQUEST, "strict": STRICT}
 
 @pytest.mark.parametrize("lead", [0, 1, 8])
 async def test_each_round_behind_a_proposal_begins_by_itself(lead: int) -> None:
-    target, draft = LeadingTarget(), AheadDraft()
+    target = LeadingTarget()
+    draft = AheadDraft()
     async with leading(target, draft, lead) as running:
         for rule, request in RULES.items():
             draft.requested.clear()
@@ -184,8 +186,10 @@ async def test_each_round_behind_a_proposal_begins_by_itself(lead: int) -> None:
 
 @pytest.mark.parametrize("lead", [1, 8])
 async def test_a_completion_ends_at_the_same_token_wherever_that_lies_in_a_lead(lead: int) -> None:
-    target, draft = LeadingTarget(), AheadDraft()
-    request, expected = replace(REQUEST, prompt=(400,)), tuple(range(401, 413))
+    target = LeadingTarget()
+    draft = AheadDraft()
+    request = replace(REQUEST, prompt=(400,))
+    expected = tuple(range(401, 413))
     async with leading(target, draft, lead) as running:
         whole = await complete(running.client, replace(request, max_tokens=12))
         assert whole.token_ids == expected
@@ -215,7 +219,8 @@ def rejected(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
 
 @pytest.mark.parametrize("lie", [wrong_tokens, other_outcome, rejected], ids=lambda lie: lie.__name__)
 async def test_what_a_draft_pushes_never_changes_the_text(lie: Violation) -> None:
-    target, draft = LeadingTarget(), ViolatingDraft(lie)
+    target = LeadingTarget()
+    draft = ViolatingDraft(lie)
     target.engine.patience_seconds = 0.005
     async with leading(target, draft) as running:
         for request in RULES.values():
@@ -225,7 +230,8 @@ async def test_what_a_draft_pushes_never_changes_the_text(lie: Violation) -> Non
 
 
 async def test_a_target_lets_go_of_a_lead_when_its_coordinator_is_gone() -> None:
-    target, draft = LeadingTarget(), AheadDraft()
+    target = LeadingTarget()
+    draft = AheadDraft()
     async with asyncio.timeout(HANG_SECONDS), served(target, draft) as services:
         addresses = [each.address for each in services]
         async with coordinated(*addresses, draft_ahead=4) as (client, _):

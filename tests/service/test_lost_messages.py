@@ -267,7 +267,8 @@ DRAFT_STRIKES: dict[str, Callable[[MessageProxy], None]] = {
 @pytest.mark.parametrize("name", DRAFT_STRIKES)
 async def test_a_draft_whose_message_is_lost_drafts_again(name: str) -> None:
     """Without another draft, for the same request; no round waits longer than for a draft that hangs."""
-    slow, draft = paced(0.08), AheadDraft()
+    slow = paced(0.08)
+    draft = AheadDraft()
     ahead = 4 if name == "outcomes" else "off"
     options: dict[str, Any] = {
         "draft_patience_seconds": 0.25,
@@ -282,9 +283,12 @@ async def test_a_draft_whose_message_is_lost_drafts_again(name: str) -> None:
         if name != "what opens its sequence":
             await complete(client, COUNTING)
         DRAFT_STRIKES[name](proxy)
-        longest, last, chunks = 0.0, time.monotonic(), []
+        longest = 0.0
+        last = time.monotonic()
+        chunks = []
         async for chunk in client.generate(COUNTING):
-            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+            longest = max(longest, time.monotonic() - last)
+            last = time.monotonic()
             chunks.append(chunk)
     assert proxy.lost == 1
     assert [token_id for chunk in chunks for token_id in chunk.token_ids] == [*range(11, 11 + TOKENS)]

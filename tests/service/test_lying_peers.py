@@ -193,10 +193,12 @@ class Liar:
 def copy_labels(true: Any, own: Any) -> None:
     """Say another answer of the sequence, step and length of the true one."""
     own.sequence = true.sequence
-    true_kind, own_kind = true.WhichOneof("content"), own.WhichOneof("content")
+    true_kind = true.WhichOneof("content")
+    own_kind = own.WhichOneof("content")
     if None in (true_kind, own_kind):
         return
-    from_answer, to_answer = getattr(true, true_kind), getattr(own, own_kind)
+    from_answer = getattr(true, true_kind)
+    to_answer = getattr(own, own_kind)
     for name in ("serial", "led", "base_length"):
         if name in from_answer.DESCRIPTOR.fields_by_name and name in to_answer.DESCRIPTOR.fields_by_name:
             setattr(to_answer, name, getattr(from_answer, name))

@@ -93,7 +93,8 @@ async def test_of_ten_times_the_capacity_all_complete_or_are_refused_with_a_hint
         Client(address, retries=Retries(attempts=1)) as client,
     ):
         await attempt(client)
-        began, tasks = time.monotonic(), []
+        began = time.monotonic()
+        tasks = []
         for number in range(count):
             await asyncio.sleep(began + number * seconds / count - time.monotonic())
             tasks.append(asyncio.create_task(attempt(client)))
@@ -109,7 +110,8 @@ MANY = 28
 """More than may run in the coordinator (16 and 2), and far more than fit the target (8 and 1)."""
 LASTING = GenerationRequest((5, 6), max_tokens=400, temperature=0.0, ignore_eos=True)
 SHORT = GenerationRequest((7, 8), max_tokens=6, temperature=0.0, ignore_eos=True)
-CROWD, NEWCOMER = "192.0.2.1", "192.0.2.2"
+CROWD = "192.0.2.1"
+NEWCOMER = "192.0.2.2"
 
 
 async def tokens(completions: RequestRunner, request: GenerationRequest, peer: str) -> list[int]:

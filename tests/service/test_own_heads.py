@@ -101,7 +101,8 @@ def saved(folder: Path, method: str) -> Pair:
     if method in OWN_LAYERS:
         own = MtpTarget("qwen3", vocabulary=6)
         return Pair(method, own.model, own.save(folder), None)
-    model, save = six_tokens(10, 6, 48), HEADS[method][0]
+    model = six_tokens(10, 6, 48)
+    save = HEADS[method][0]
     head = save(folder / f"{method}-head", model, **FEWER_TOKENS.get(method, {}))
     return Pair(method, model, saved_target(model, folder / "target"), head)
 
@@ -255,7 +256,8 @@ async def test_the_text_and_what_is_proposed_do_not_depend_on_the_lead(pair: Pai
         usage = hosted.verifier.kv_usage()
     assert texts(led) == texts(asked)
     for before, after in zip(asked, led, strict=True):
-        one, other = before.speculation, after.speculation
+        one = before.speculation
+        other = after.speculation
         assert (one.rounds, one.drafted, one.accepted) == (other.rounds, other.drafted, other.accepted)
         assert one.lead.rounds == 0
         assert other.lead.rounds == other.rounds - 1

@@ -86,7 +86,8 @@ async def test_led_rounds_of_many_seeds_are_those_that_were_asked_for(pair: Pair
             led = await complete_all(address, requests, 8)
     assert texts(led) == texts(asked)
     for before, after in zip(asked, led, strict=True):
-        one, other = before.speculation, after.speculation
+        one = before.speculation
+        other = after.speculation
         assert (one.rounds, one.drafted, one.accepted) == (other.rounds, other.drafted, other.accepted)
         assert other.lead.wasted == 0
     assert sum(each.speculation.lead.rounds for each in led) > 400
@@ -163,7 +164,8 @@ async def take_back(verifier: Any, terms: AcceptanceTerms, rng: random.Random, s
                 and following.own_tokens is not None
                 and rng.random() < 0.6
             ):
-                base, (last,) = following.delta.base_length, following.delta.token_ids
+                base = following.delta.base_length
+                (last,) = following.delta.token_ids
                 assert expected.proposal is not None
                 accepted_tokens = expected.proposal.token_ids[: base - expected.base_length]
                 tokens = [*tokens, *accepted_tokens, last]
@@ -188,8 +190,7 @@ async def take_back(verifier: Any, terms: AcceptanceTerms, rng: random.Random, s
                 answer = await verified.verify(step)
                 led.answers = asyncio.Queue()
             sent = min(len(tokens), answer.base_length)
-            if rng.random() < 0.3:
-                await asyncio.sleep(0.003)  # it goes further
+            await asyncio.sleep(0.003 if rng.random() < 0.3 else 0.0)  # it may go further
             expected = answer
             if own_tokens is None:
                 again = rule.step(Delta(0, (*tokens, *given.token_ids)), given, kind)
@@ -632,7 +633,8 @@ async def test_grammars_have_the_text_that_they_have_alone(tmp_path: Any) -> Non
     assert texts(found[0]) == texts(found[4]) == texts(alone)
     assert sum(each.speculation.forced for each in found[4]) > 0
     for asked, led in zip(found[0], found[4], strict=True):
-        one, other = asked.speculation, led.speculation
+        one = asked.speculation
+        other = led.speculation
         assert (one.rounds, one.drafted, one.accepted, one.forced) == (
             other.rounds, other.drafted, other.accepted, other.forced
         )  # fmt: skip

@@ -86,7 +86,8 @@ async def followed(*fakes: Fake) -> AsyncIterator[tuple[ReplicaRegistry, list[Se
 async def test_a_returning_replica_is_reached_with_renewed_certificates(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    ca_file, used = tmp_path / "ca.pem", list[bytes]()
+    ca_file = tmp_path / "ca.pem"
+    used = list[bytes]()
 
     def plain(address: str, limit: int, credentials: Credentials, _: object) -> grpc.aio.Channel:
         used.append(ca_file.read_bytes())
@@ -112,7 +113,8 @@ async def test_a_replica_that_refuses_the_token_is_unused_until_it_accepts_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Health checks need no token, so the replica looks reachable."""
-    target, other = FakeTarget(), FakeTarget()
+    target = FakeTarget()
+    other = FakeTarget()
     is_known = False
     tell = target.GetModelInfo
 
@@ -169,7 +171,8 @@ async def test_a_replica_with_a_broken_stream_must_pass_a_health_check_first() -
 
 async def test_a_replica_with_another_model_is_incompatible_until_it_returns_with_the_right_one() -> None:
     other = FakeTarget()
-    right, wrong = other.model_info, replace(other.model_info, tokenizer_hash="another", max_length=32)
+    right = other.model_info
+    wrong = replace(other.model_info, tokenizer_hash="another", max_length=32)
     async with followed(FakeTarget(), other) as (replicas, (_, second)):
         await becomes(replicas, second.address, ReplicaState.READY)
         for model, state in ((wrong, ReplicaState.INCOMPATIBLE), (right, ReplicaState.READY)):

@@ -320,7 +320,8 @@ async def computed_by_each(
 ) -> tuple[list[tuple[int, int]], list[int | None]]:
     """Tokens that target and draft compute for the prompt of the first caller, for the same of the second one, and for
     the first one's once more; and tokens of each that were computed before, as the callers are told."""
-    target_tokens, draft_tokens = ComputedTokens(), ComputedTokens()
+    target_tokens = ComputedTokens()
+    draft_tokens = ComputedTokens()
     counts = []
     told = []
     async with (

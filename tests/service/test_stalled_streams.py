@@ -33,7 +33,8 @@ def tokens_of(chunks: list[Chunk]) -> list[int]:
 
 
 async def test_an_unread_stream_holds_no_place_and_continues_when_it_is_read() -> None:
-    target, draft = FakeTarget(), FakeDraft()
+    target = FakeTarget()
+    draft = FakeDraft()
     async with over(target, draft) as service:
         completions = service.completions
         async with aclosing(completions.complete(REQUEST)) as stream:

@@ -63,7 +63,8 @@ class LyingTarget(FakeTarget):
 
     def __init__(self, code: grpc.StatusCode, place: str) -> None:
         super().__init__()
-        self.code, self.place = code, place
+        self.code = code
+        self.place = place
         self.step_seconds = 0.001
 
     async def Verify(  # noqa: N802 - gRPC's name
@@ -81,7 +82,8 @@ class LyingDraft(FakeDraft):
 
     def __init__(self, code: grpc.StatusCode, place: str) -> None:
         super().__init__()
-        self.code, self.place = code, place
+        self.code = code
+        self.place = place
 
     async def Propose(  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context

@@ -82,7 +82,9 @@ async def test_demanded_calls_are_made(api: MakeApi, choice: Any) -> None:
         if call.function.name == "weather":
             assert_city(call.function.arguments)
         stream = await client.chat.completions.create(**asked, stream=True)
-        name, arguments, reason = "", "", None
+        name = ""
+        arguments = ""
+        reason = None
         async for piece in stream:
             (streamed,) = piece.choices
             reason = streamed.finish_reason or reason
@@ -141,7 +143,8 @@ async def test_a_prompt_is_scored_beside_a_draft(api: MakeApi, max_tokens: int) 
         pieces = [piece.choices[0] async for piece in stream]
     (choice,) = answer.choices
     assert choice.logprobs is not None
-    said, tops = choice.logprobs.token_logprobs or [], choice.logprobs.top_logprobs or []
+    said = choice.logprobs.token_logprobs or []
+    tops = choice.logprobs.top_logprobs or []
     assert len(said) == len(tops) == len(PROMPT) + max_tokens
     assert said[0] is tops[0] is None
     rows = expected(PROMPT)

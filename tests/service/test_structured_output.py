@@ -214,7 +214,8 @@ async def test_texts_have_the_masked_targets_distribution(
     """Chi-square over all completions of a small grammar; their probabilities come from the target's own module."""
     grammar = Grammar(GrammarKind.REGEX, "[ab][cd][ab]")
     state = Grammars(TOKENIZER.read_text, model.info.vocabulary_size, [0]).compiled(grammar)
-    prompt, reference = (300, 301), random_model(1, **TINY)
+    prompt = (300, 301)
+    reference = random_model(1, **TINY)
     expected: dict[tuple[int, ...], float] = {}
     growing: dict[tuple[int, ...], float] = {(): 1.0}
     while growing:

@@ -103,10 +103,12 @@ async def test_a_request_that_a_target_refuses_is_tried_on_the_others(
     pair: MakePair, undisturbed: dict[str, Completed]
 ) -> None:
     """The coordinator has checked it, so it may be the target that errs."""
-    refusing, other = Faults(before={1, 2}, code=grpc.StatusCode.INVALID_ARGUMENT), Faults()
+    refusing = Faults(before={1, 2}, code=grpc.StatusCode.INVALID_ARGUMENT)
+    other = Faults()
     async with pair(refusing, other) as (client, _):
         assert (await complete(client, REQUESTS["greedy"])).text == undisturbed["greedy"].text
-        other.before, other.code = {other.steps + 1}, grpc.StatusCode.INVALID_ARGUMENT
+        other.before = {other.steps + 1}
+        other.code = grpc.StatusCode.INVALID_ARGUMENT
         with pytest.raises(InvalidRequestError, match="no target service takes the request") as raised:
             await complete(client, REQUESTS["greedy"])
         assert len(str(raised.value)) < 300
@@ -115,7 +117,8 @@ async def test_a_request_that_a_target_refuses_is_tried_on_the_others(
 async def test_a_request_goes_to_another_target_when_one_is_full(
     pair: MakePair, undisturbed: dict[str, Completed]
 ) -> None:
-    full, free = Faults(full=True), Faults()
+    full = Faults(full=True)
+    free = Faults()
     async with pair(full, free) as (client, _):
         assert (await complete(client, REQUESTS["strict"])).text == undisturbed["strict"].text
         free.full = True
@@ -220,7 +223,8 @@ async def mortal(
     targets = [Dying() for _ in range(count)]
     async with fleet(*targets, **options) as (client, services, _):
         for each, service in zip(targets, services, strict=True):
-            each.service, each.is_restarted = service, is_restarted
+            each.service = service
+            each.is_restarted = is_restarted
         yield client, targets
 
 
@@ -377,7 +381,8 @@ async def test_requests_continue_beside_a_hanging_target_which_gets_none_until_i
     answers: int,
 ) -> None:
     """It hangs from its first step on, or in the middle of streams: no token is lost or repeated."""
-    hanging, healthy = HangingTarget(answers), FakeTarget()
+    hanging = HangingTarget(answers)
+    healthy = FakeTarget()
     async with over(hanging, healthy) as tried:
         await four(tried.client)
         assert hanging.steps > answers, "the target hung too early"
@@ -413,6 +418,7 @@ async def test_the_only_target_must_not_hang_forever() -> None:
 
 async def test_a_loss_after_a_long_wait_is_recovered() -> None:
     """A prompt may take longer to read than a request waits for a target."""
-    slow, other = HangingTarget(0), FakeTarget()
+    slow = HangingTarget(0)
+    other = FakeTarget()
     async with over(slow, other, wait_seconds=0.3) as tried:
         assert list((await complete(tried.client, REQUEST)).token_ids) == COUNTED

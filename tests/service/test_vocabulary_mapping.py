@@ -133,7 +133,8 @@ async def test_a_draft_that_has_forgotten_the_target_is_told_again(
     target_model: LoadedModel, draft_folder: Path
 ) -> None:
     """Other targets have pushed its tokenizer out: the request goes on, and drafting comes back."""
-    servicer, request = DraftServicer(), replace(GREEDY, prompt=PROMPTS[0], max_tokens=32)
+    servicer = DraftServicer()
+    request = replace(GREEDY, prompt=PROMPTS[0], max_tokens=32)
     async with joined(target_model, draft_folder, servicer) as address:
         (alone,) = await complete_all(address, [replace(request, speculation=False)])
         vocabularies = servicer.proposer.vocabularies

@@ -99,7 +99,8 @@ async def text_of(
     """The text after a prompt, by proposals of random lengths, most of whose tokens are those of the known text."""
     draw = random.Random(seed)
     sequence = await engine.open(MAX_LENGTH, scope="a scope")
-    text, base = list(prompt), 0
+    text = list(prompt)
+    base = 0
     try:
         while (done := len(text) - len(prompt)) < count:
             width = min(draw.choice((0, 2, 4, 7)), count - done - 1)

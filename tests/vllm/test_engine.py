@@ -44,7 +44,8 @@ async def twin(
 
 async def test_texts_are_those_of_transformers(twin: Twin) -> None:
     """Token by token, alone, among sixteen, and once more, when their prefixes are in the cache."""
-    engine, records = twin.engine, twin.records
+    engine = twin.engine
+    records = twin.records
     texts = prompts(16)
     expected = await together(*(text_of(engine, prompt, COUNT) for prompt in texts))
     assert all(twin.is_greedy(prompt, text) for prompt, text in zip(texts, expected, strict=True))
@@ -68,7 +69,8 @@ async def test_a_prefix_is_computed_once(twin: Twin) -> None:
 
 
 async def test_rows_of_every_kind_are_those_of_its_logits(twin: Twin) -> None:
-    prompt, plain = prompts(8)[7], LogitAdjustments()
+    prompt = prompts(8)[7]
+    plain = LogitAdjustments()
     logits = twin.logits(prompt)[-4:]
     supports = tuple(np.array([7, 3, 90], dtype=np.int64) for _ in range(3))
     sampling = SamplingParams(temperature=0.8, top_k=40, seed=5)

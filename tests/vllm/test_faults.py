@@ -88,7 +88,8 @@ async def test_a_service_that_hangs_or_runs_out_of_memory_is_not_serving(
     served = asyncio.create_task(serve(settings, TargetService(settings)))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{settings.port}") as channel:
         await channel.channel_ready()
-        health, client = _health(channel), TargetClient(channel)
+        health = _health(channel)
+        client = TargetClient(channel)
         while await anext(health) != "SERVING":
             pass
         await client.probe()

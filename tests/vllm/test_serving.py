@@ -92,7 +92,8 @@ async def test_every_lossless_rule_has_the_targets_distribution(
         replace(request, max_tokens=5, num_speculative_tokens=3, ignore_eos=True, seed=seed)
         for seed in range(1200)
     ]
-    first, completed = slice(0, 3), await complete_all(small_address, requests)
+    first = slice(0, 3)
+    completed = await complete_all(small_address, requests)
     assert_drawn_from(exact(small_target(), request, first.stop), completed, first, 0.15)
 
 

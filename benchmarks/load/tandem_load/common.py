@@ -69,12 +69,14 @@ def bisect(
 ) -> float:
     """Argument at which a rising function comes closest to a value, by bisection on a logarithmic scale; it ends when
     the value is as near as wanted, or the interval so narrow."""
-    best, distance = 1.0, math.inf
+    best = 1.0
+    distance = math.inf
     while distance > within and high / low > 1.001:
         middle = math.sqrt(low * high)
         reached = rising(middle)
         if abs(reached - wanted) < distance:
-            best, distance = middle, abs(reached - wanted)
+            best = middle
+            distance = abs(reached - wanted)
         low, high = (middle, high) if reached < wanted else (low, middle)
     return best
 

@@ -133,7 +133,8 @@ class Served:
     def latencies(self) -> dict[str, list[float]]:
         """Seconds by name of `LATENCIES`, of a request with a chunk: one of each, but as many `itl` as there are gaps,
         and no `tpot` of a single token."""
-        ttft, e2el = self.chunks[0] - self.arrived, self.ended - self.arrived
+        ttft = self.chunks[0] - self.arrived
+        e2el = self.ended - self.arrived
         tpot = [(e2el - ttft) / (self.output_tokens - 1)] if self.output_tokens > 1 else []
         itl = [after - before for before, after in pairwise(self.chunks)]
         return {"ttft": [ttft], "tpot": tpot, "itl": itl, "e2el": [e2el]}
@@ -221,7 +222,8 @@ def waits_of(page: str) -> Counts:
         for name, labels, value, *_ in family.samples:
             is_wait = name == "tandem_round_phase_seconds_bucket" and labels["phase"] == "wait"
             if is_wait or name == "tandem_round_wait_seconds_bucket":
-                counts, bound = found.setdefault(labels.get("place", BETWEEN), {}), float(labels["le"])
+                counts = found.setdefault(labels.get("place", BETWEEN), {})
+                bound = float(labels["le"])
                 counts[bound] = counts.get(bound, 0.0) + value
     return found
 
@@ -503,7 +505,8 @@ async def _measure(options: LoadSettings, progress: Progress) -> LoadReport:
 
         # To warm up
         await sent(8, math.inf, options.seed + 1)
-        before, waits = server.used(), server.waits()
+        before = server.used()
+        waits = server.waits()
         served = await sent(options.requests or 4 * options.clients, options.rate, options.seed)
         found = figures(served, dict(map(bound_of, options.goodput)), options.percentiles)
         used = {
@@ -534,7 +537,8 @@ async def _loaded(options: LoadSettings) -> AsyncIterator[Loaded]:
             )
             for role, step in (("target", options.verify_ms), ("draft", options.draft_ms))
         ]
-        metrics_port, http_port = free_port(), free_port()
+        metrics_port = free_port()
+        http_port = free_port()
         # As many requests as the clients may send; by default 256 of them run.
         most = max(options.clients, 256)
         address, pid = await stack.enter_async_context(
@@ -615,6 +619,7 @@ def resources(pid: int) -> list[tuple[float, float]]:
     found = [pid]
     for each in found:
         found += [child for child, fields in stats.items() if int(fields[1]) == each]
-    tick, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+    tick = os.sysconf("SC_CLK_TCK")
+    page = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
     alive = [stats[each] for each in found if each in stats]
     return [((int(each[11]) + int(each[12])) / tick, page * int(each[21])) for each in alive]

@@ -34,9 +34,11 @@ def main() -> None:
     options = options_of(main.__doc__, DEMO_FOLDER, **minutes)
     output: Path = options.output
 
-    corpus, unseen = read_corpus(), read_corpus(held_out=True)
+    corpus = read_corpus()
+    unseen = read_corpus(held_out=True)
     tokenizer = train_tokenizer((file.text for file in corpus), MAX_LENGTH)
-    training, held_out = packed(corpus, tokenizer), packed(unseen, tokenizer)
+    training = packed(corpus, tokenizer)
+    held_out = packed(unseen, tokenizer)
     prompts = held_out_prompts(unseen, tokenizer)
     write_json(prompts, output / "heldout_prompts.json")
     logger.info("%d training tokens, %d held-out tokens", len(training), len(held_out))

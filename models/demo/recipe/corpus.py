@@ -39,7 +39,8 @@ CHAT_TEMPLATE = (
 SPLIT_PATTERN = r" ?[\p{L}\p{M}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}_]+|[\r\n]+|[ \t]+|\s+"
 
 # Of held-out prompts.
-MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS = 20, 120
+MIN_PROMPT_TOKENS = 20
+MAX_PROMPT_TOKENS = 120
 
 
 @dataclass(frozen=True)

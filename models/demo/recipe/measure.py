@@ -98,7 +98,8 @@ def measure_acceptance(
     assert written.mask is not None
     with torch.no_grad():
         states = read_states(draft, written.tokens[:, :-1], written.mask[:, :-1])
-        own, wanted = draft.lm_head(states[:, -count:]), target.lm_head(written.hidden[:, -count:])
+        own = draft.lm_head(states[:, -count:])
+        wanted = target.lm_head(written.hidden[:, -count:])
     coins = torch.Generator().manual_seed(SEED + 1)
     flags = are_accepted(own, wanted, chosen, temperature, coins)
     texts = []

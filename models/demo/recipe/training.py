@@ -18,14 +18,17 @@ from transformers import LlamaForCausalLM
 from models.demo.recipe.architecture import Texts, continue_text, packed, read_states, windows
 from models.demo.recipe.corpus import functions, load_tokenizer, read_corpus
 
-SAVE_MINUTES, REPORT_MINUTES = 3.0, 0.5
+SAVE_MINUTES = 3.0
+REPORT_MINUTES = 0.5
 
 # What follows was tuned by trials of some minutes each, by held-out loss or by divergence from the target.
 TOKENS_PER_BATCH = 4096
-MATRIX_LR, OTHER_LR = 0.015, 3e-3
+MATRIX_LR = 0.015
+OTHER_LR = 3e-3
 TEMPERATURES = (0.8, 0.0, 0.8, 1.0)
 PROMPT_LENGTHS = (24, 48, 80)
-DRAFT_MATRIX_LR, DRAFT_OTHER_LR = 0.02, 4e-3
+DRAFT_MATRIX_LR = 0.02
+DRAFT_OTHER_LR = 4e-3
 TOTAL_VARIATION_FROM = 0.6
 """Share of the time after which total variation takes over from KL."""
 
@@ -81,8 +84,10 @@ def train_until_over(
 ) -> int:
     """Train what requires gradients until the time is up; returns the tokens seen. `next_loss` makes of the share of
     the time that is used the loss of the next batch, and its tokens; `save` is called now and then."""
-    optimizers, box = optimizers_of(model, matrix_lr, other_lr), TimeBox(minutes)
-    report, saving = TimeBox(REPORT_MINUTES), TimeBox(SAVE_MINUTES)
+    optimizers = optimizers_of(model, matrix_lr, other_lr)
+    box = TimeBox(minutes)
+    report = TimeBox(REPORT_MINUTES)
+    saving = TimeBox(SAVE_MINUTES)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     seen = 0
     model.train()
@@ -147,7 +152,8 @@ def own_texts(
     """
     sources = [function.source for function in functions(read_corpus())]
     ids = load_tokenizer(folder)(sources, verbose=False)["input_ids"]
-    chooser, box = random.Random(seed), TimeBox(minutes)
+    chooser = random.Random(seed)
+    box = TimeBox(minutes)
     for count, (length, temperature) in enumerate(zip(cycle(PROMPT_LENGTHS), cycle(TEMPERATURES))):
         if count >= least and box.fraction >= 1.0:
             return
@@ -162,7 +168,8 @@ def lessons_of(
 ) -> list[Texts]:
     """All lessons: windows of the corpus that the target reads for some minutes, then the target's own text for others,
     begun by the first tokens of functions; a group for each length."""
-    stream, box = packed(read_corpus(), load_tokenizer(folder)), TimeBox(reading)
+    stream = packed(read_corpus(), load_tokenizer(folder))
+    box = TimeBox(reading)
     corpus = windows(stream, 256, torch.Generator().manual_seed(seed))
     groups: dict[int, list[Texts]] = {length: [] for length in (0, *PROMPT_LENGTHS)}
     while not groups[0] or box.fraction < 1.0:

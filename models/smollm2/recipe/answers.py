@@ -50,7 +50,8 @@ def questions(*, held_out: bool = False) -> list[str]:
     """Several thousand different questions, shuffled. Held-out ones are of the same kinds, with other subjects and
     tasks."""
     subjects, tasks = (WORDS["held_out_" * held_out + name] for name in ("subjects", "tasks"))
-    product, rewrites = itertools.product, itertools.cycle(WORDS["rewrites"])
+    product = itertools.product
+    rewrites = itertools.cycle(WORDS["rewrites"])
     asked = [question.format(subject) for subject, question in product(subjects, WORDS["questions"])]
     sentences = (sentence.format(subject) for subject, sentence in product(subjects, WORDS["sentences"]))
     asked += [rewrite.format(sentence) for sentence, rewrite in zip(sentences, rewrites, strict=False)]
@@ -82,7 +83,10 @@ async def answer(folder: Path, questions: Sequence[tuple[str, float]], minutes: 
         *("--model", SMOLLM2, "--dtype", "bfloat16"),
         *("--max-sequences", str(AT_ONCE), "--device-memory-utilization", "0.15"),
     )
-    box, report, seeds, tokens = TimeBox(minutes), TimeBox(REPORT_MINUTES), enumerate(questions), 0
+    box = TimeBox(minutes)
+    report = TimeBox(REPORT_MINUTES)
+    seeds = enumerate(questions)
+    tokens = 0
 
     async def ask_on(client: Client) -> None:
         nonlocal tokens, report
@@ -126,7 +130,8 @@ def read_batch(paths: Sequence[Path]) -> Texts:
         file = load_file(path)
         for values, found in ((file["token_ids"], tokens), (file["hidden_states"], states)):
             found.append(torch.cat((values, values.new_zeros(PROPOSED + 1, *values.shape[1:]))))
-        places, length = torch.arange(len(tokens[-1])), len(file["token_ids"])
+        places = torch.arange(len(tokens[-1]))
+        length = len(file["token_ids"])
         masks.append((places >= answer_start(file["token_ids"].tolist()) - 1) & (places < length))
     all_tokens, all_states, mask = (pad_sequence(each, batch_first=True) for each in (tokens, states, masks))
     return Texts(all_tokens, all_states[:, :, -1], mask, all_states[:, :, :-1].permute(2, 0, 1, 3))

@@ -53,7 +53,8 @@ def foreseen(head: Eagle3Head, last: LastLayer, batch: Texts, steps: int) -> Ite
     on with a token of an answer that the draft vocabulary has."""
     target_ids: Tensor = head.target_ids  # type: ignore[assignment]  # a registered buffer
     assert batch.mask is not None
-    tokens, mask = batch.tokens, batch.mask.clone()
+    tokens = batch.tokens
+    mask = batch.mask.clone()
     mask[:, :-1] &= torch.isin(tokens[:, 1:], target_ids) | ~batch.mask[:, 1:]
     wanted = last(batch.hidden[mask])
     places = torch.full(mask.shape, -1).masked_scatter_(mask, torch.arange(len(wanted)))
@@ -92,7 +93,8 @@ def main() -> None:
     parser.add_argument("--from", dest="trained", type=Path, help="a trained head that goes on learning")
     parser.add_argument("--minutes", type=float, default=25.0)
     options = parser.parse_args()
-    target, again = find_model(SMOLLM2), options.trained is not None
+    target = find_model(SMOLLM2)
+    again = options.trained is not None
     head = (
         trained_head(options.trained, target, options.head)
         if again
@@ -102,7 +104,8 @@ def main() -> None:
     batches = endless_batches(options.answers, 16, torch.Generator().manual_seed(SEED))
 
     def next_loss(fraction: float) -> tuple[Tensor, int]:
-        batch, compare = next(batches), divergence(fraction, last_phase=0.6 if again else 0.75)
+        batch = next(batches)
+        compare = divergence(fraction, last_phase=0.6 if again else 0.75)
         steps = PROPOSED if again else next(steps for start, steps in STEPS_FROM.items() if fraction >= start)
         total = torch.zeros(())
         with torch.autocast("cpu", torch.bfloat16):

@@ -33,7 +33,8 @@ from tandem_audit.report import acceptance_line, as_dict, html
 from tandem_audit.run import Audit, AuditOptions, Reader, audit, compare_completions
 from tandem_audit.simulation.samplers import PROPOSED, RIGHT, Language, Sampler
 
-LANGUAGE, OTHER_LANGUAGE = Language.random(), Language.random(seed=6)
+LANGUAGE = Language.random()
+OTHER_LANGUAGE = Language.random(seed=6)
 sampler_of = cache(Sampler)  # each takes a while to make
 URL = "http://synthetic/v1"
 Change = Callable[[dict[str, Any]], dict[str, Any]]
@@ -557,23 +558,26 @@ class _Served:
 
     async def choices(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The choices of an answer."""
-        context, length, count = self.context(body["prompt"]), body.get("max_tokens", 16), body.get("n", 1)
-        temperature, top_p = float(body.get("temperature", 1.0)), float(body.get("top_p", 1.0))
+        context = self.context(body["prompt"])
+        length = body.get("max_tokens", 16)
+        count = body.get("n", 1)
+        temperature = float(body.get("temperature", 1.0))
+        top_p = float(body.get("top_p", 1.0))
         if temperature == 0:
             one = list(self._greedy(context, length))
-            made, accepted = [one] * count, [[0] * length] * count
+            made = [one] * count
+            accepted = [[0] * length] * count
         else:
             if (seed := body.get("seed")) is None:
                 tokens, flags = await self.drawn([context] * count, length, temperature, top_p)
             else:
-                sampler, generator = (
-                    sampler_of(self.language, self.fault, temperature, top_p),
-                    np.random.default_rng(seed),
-                )
+                sampler = sampler_of(self.language, self.fault, temperature, top_p)
+                generator = np.random.default_rng(seed)
                 tokens, flags = sampler.generate(np.full(count, context), length, generator)
             self.accepted += int(flags.sum())
             self.rounds += int(flags.size - flags.sum())
-            made, accepted = tokens.tolist(), flags.tolist()
+            made = tokens.tolist()
+            accepted = flags.tolist()
         for index, whole in enumerate(made):
             stops = [place for stop in body.get("stop") or () if (place := text(whole).find(stop)) >= 0]
             kept = whole[: min(stops, default=length)]
@@ -595,7 +599,8 @@ class _Served:
         return first * self.language.size + second
 
     def logprobs(self, context: int, tokens: list[int], accepted: list[int], count: int) -> dict[str, Any]:
-        logprobs, tops = [], []
+        logprobs = []
+        tops = []
         for token, is_accepted in zip(tokens, accepted, strict=False):
             is_wrong = self.fault == "log probabilities of the draft" and is_accepted
             logprobs.append(reported(self.language, is_wrong)[context][token])

@@ -31,7 +31,8 @@ TOKENS = {"recovery shares the draft's noise": 60_000}
 
 def made(generator: np.random.Generator, *, ties: bool = False) -> Steps:
     """A completion with random distributions, of which a part is not listed."""
-    length, width = 30, 5
+    length = 30
+    width = 5
     weights = generator.exponential(size=(length, width))
     if ties:
         weights = np.ceil(2 * weights)
@@ -53,7 +54,8 @@ def made(generator: np.random.Generator, *, ties: bool = False) -> Steps:
 def with_last(steps: Steps, column: int) -> Steps:
     """The same completion with another last draw."""
     width = steps.ids.shape[1]
-    chosen, tokens = steps.chosen.copy(), steps.tokens.copy()
+    chosen = steps.chosen.copy()
+    tokens = steps.tokens.copy()
     chosen[-1] = column
     tokens[-1] = steps.ids[-1, column] if column < width else 99
     return replace(steps, chosen=chosen, tokens=tokens)
@@ -62,7 +64,8 @@ def with_last(steps: Steps, column: int) -> Steps:
 @pytest.mark.parametrize("ties", [False, True])
 def test_every_test_is_a_martingale_and_every_bet_is_fair(ties: bool) -> None:
     generator = np.random.default_rng(3)
-    learnt, steps = [made(generator, ties=ties) for _ in range(3)], made(generator, ties=ties)
+    learnt = [made(generator, ties=ties) for _ in range(3)]
+    steps = made(generator, ties=ties)
     probs = np.append(steps.probs[-1], 1 - steps.probs[-1].sum())
 
     def after(column: int) -> tuple[np.ndarray, np.ndarray]:
@@ -101,7 +104,8 @@ def test_the_order_of_equal_candidates_changes_nothing() -> None:
         chosen=back[np.arange(len(steps)), steps.chosen],
     )
     assert not np.array_equal(moved.ids, steps.ids)
-    one, other = Calibration(), Calibration()
+    one = Calibration()
+    other = Calibration()
     for _ in range(2):
         one.add(steps)
         other.add(moved)
@@ -111,7 +115,8 @@ def test_the_order_of_equal_candidates_changes_nothing() -> None:
 def test_a_completion_does_not_reach_into_the_next() -> None:
     generator = np.random.default_rng(4)
     parts = [made(generator), made(generator)]
-    together, apart = Calibration(modulus=2), Calibration(modulus=2)
+    together = Calibration(modulus=2)
+    apart = Calibration(modulus=2)
     together.add(join_steps(parts))
     names = [i for i, (_, base) in enumerate(together.names) if "bias" not in base and "usual" not in base]
     for each in parts:

@@ -176,10 +176,8 @@ def test_the_way_that_was_measured_to_make_the_most_tokens_is_taken(
     asked: float, ahead: float, alone: float, best: Way
 ) -> None:
     """By tokens per second of each way; a step without a proposal makes one token."""
-    speeds, tokens = (
-        {Way.ASKED: asked, Way.AHEAD: ahead, Way.ALONE: alone},
-        {Way.ASKED: 3.0, Way.AHEAD: 3.0, Way.ALONE: 1.0},
-    )
+    speeds = {Way.ASKED: asked, Way.AHEAD: ahead, Way.ALONE: alone}
+    tokens = {Way.ASKED: 3.0, Way.AHEAD: 3.0, Way.ALONE: 1.0}
     switch = WaySwitch("auto", 4)
     taken = []
     for _ in range(1000):
@@ -199,7 +197,8 @@ def test_drafts_of_which_next_to_nothing_is_accepted_cost_few_steps() -> None:
         way, _ = switch.begin_step(1)
         made, took = (1.0, 0.025) if way is Way.ALONE else (1.3, 0.041)
         switch.end_step(made, took)
-        tokens, seconds = tokens + made, seconds + took
+        tokens += made
+        seconds += took
     assert tokens / seconds > 0.97 * 40.0
 
 
@@ -239,7 +238,9 @@ def test_a_draft_draws_as_its_target() -> None:
     assert sampling_of(params(seed=None)).seed != sampling_of(params(seed=None)).seed
 
 
-REQUESTS, TOKENS, VOCABULARY = 4, 2, 8
+REQUESTS = 4
+TOKENS = 2
+VOCABULARY = 8
 
 
 @pytest.fixture
@@ -314,7 +315,8 @@ def test_vllm_finds_distributions_by_the_place_of_the_request(speculator: Callab
     tokens, _ = propose(ours, [Proposal(5, (4,), (drawn,)), Proposal(2, (1, 2))])
     assert tokens.tolist() == [[4, 5], [1, 2]], "what is missing is the last token once more"
     assert tokens.dtype is torch.int64
-    first, second = (torch.softmax(ours.draft_logits[3] / 0.5, -1), torch.softmax(ours.draft_logits[1], -1))
+    first = torch.softmax(ours.draft_logits[3] / 0.5, -1)
+    second = torch.softmax(ours.draft_logits[1], -1)
     torch.testing.assert_close(first[0], torch.tensor([0, 0, 0, 0, 0.75, 0, 0.25, 0]))
     assert first[1].argmax() == 5
     assert second.argmax(-1).tolist() == [1, 2]

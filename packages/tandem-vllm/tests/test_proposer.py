@@ -52,7 +52,8 @@ def mostly_right(tokens: Sequence[int]) -> int:
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_every_proposal_extends_the_right_tokens(seed: int) -> None:
-    draft, runner = fitting(FakeDraft(hashed)), CheckedRunner(mostly_right)
+    draft = fitting(FakeDraft(hashed))
+    runner = CheckedRunner(mostly_right)
     async with served(draft) as (one,):
         async with plugged(one.address) as proposer:
             disturbed = disturbance(runner, seed)
@@ -84,7 +85,8 @@ class UnsureDraft(FakeDraft):
 
 
 async def test_each_requests_distributions_are_given_to_vllm_by_its_name() -> None:
-    draft, runner = fitting(UnsureDraft()), CheckedRunner(hashed)
+    draft = fitting(UnsureDraft())
+    runner = CheckedRunner(hashed)
     async with plugged(draft) as proposer:
         runner.requests = [Request([1, 2], temperature=0.7), Request([3]), Request([4], temperature=1.0)]
         await run(proposer, runner, 1)
@@ -106,7 +108,8 @@ async def test_each_requests_distributions_are_given_to_vllm_by_its_name() -> No
 
 
 async def test_a_name_that_comes_again_is_another_request() -> None:
-    draft, runner = fitting(FakeDraft(hashed)), CheckedRunner(hashed)
+    draft = fitting(FakeDraft(hashed))
+    runner = CheckedRunner(hashed)
     async with plugged(draft) as proposer:
         for number, first in enumerate((1, 9), 1):
             runner.requests = [Request([first, 2, 3], name="same")]
@@ -120,7 +123,8 @@ async def test_a_name_that_comes_again_is_another_request() -> None:
 
 
 async def test_ended_sequences_are_finished_on_the_draft() -> None:
-    draft, runner = fitting(FakeDraft(hashed)), Runner(hashed)
+    draft = fitting(FakeDraft(hashed))
+    runner = Runner(hashed)
     async with plugged(draft) as proposer:
         runner.requests = [Request([1, 2, index]) for index in range(8)]
         await run(proposer, runner, 3)
@@ -132,8 +136,10 @@ async def test_ended_sequences_are_finished_on_the_draft() -> None:
 
 
 async def test_outcomes_drafted_ahead_answer_without_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    draft, runner = fitting(AheadDraft()), Runner(counting)
-    arrived, add = 0, PendingOutcomes.add
+    draft = fitting(AheadDraft())
+    runner = Runner(counting)
+    arrived = 0
+    add = PendingOutcomes.add
 
     def counted(*arguments: Any) -> bool:
         nonlocal arrived
@@ -169,7 +175,8 @@ class StoppableDraft(FakeDraft):
 
 
 async def test_no_step_waits_longer_than_the_patience_for_a_stopped_draft() -> None:
-    draft, runner = StoppableDraft(), CheckedRunner(hashed)
+    draft = StoppableDraft()
+    runner = CheckedRunner(hashed)
     fitting(draft)
     async with plugged(draft, patience=0.2) as proposer:
         runner.requests = [Request([1, index]) for index in range(16)]
@@ -187,7 +194,8 @@ async def test_no_step_waits_longer_than_the_patience_for_a_stopped_draft() -> N
 
 
 async def test_a_sequence_that_has_its_place_on_a_full_draft_is_waited_for() -> None:
-    draft, runner = fitting(FakeDraft(hashed)), CheckedRunner(hashed)
+    draft = fitting(FakeDraft(hashed))
+    runner = CheckedRunner(hashed)
     draft.is_full = True
     async with plugged(draft) as proposer:
         for first in range(8):
@@ -319,7 +327,8 @@ class WrongDraft(FakeDraft):
 
 
 async def test_a_draft_that_breaks_the_protocol_costs_proposals_only() -> None:
-    draft, runner = fitting(WrongDraft(hashed)), Runner(hashed)
+    draft = fitting(WrongDraft(hashed))
+    runner = Runner(hashed)
     async with plugged(draft) as proposer:
         runner.requests = [Request([1])]
         await run(proposer, runner, 10)
@@ -329,7 +338,8 @@ async def test_a_draft_that_breaks_the_protocol_costs_proposals_only() -> None:
 
 @pytest.mark.parametrize(("token", "is_used"), [(TOKEN, True), ("another-token-as-long", False)])
 async def test_the_drafts_token_is_sent(token: str, is_used: bool) -> None:
-    draft, runner = fitting(FakeDraft(hashed)), Runner(hashed)
+    draft = fitting(FakeDraft(hashed))
+    runner = Runner(hashed)
     async with plugged(draft, auth_token=TOKEN, SERVICE_TOKEN=token, START_WAIT_SECONDS="1") as proposer:
         runner.requests = [Request([1])]
         await run(proposer, runner, 4)
@@ -337,7 +347,8 @@ async def test_the_drafts_token_is_sent(token: str, is_used: bool) -> None:
 
 
 async def test_metrics_tell_what_was_proposed() -> None:
-    draft, runner = fitting(FakeDraft(hashed)), Runner(hashed)
+    draft = fitting(FakeDraft(hashed))
+    runner = Runner(hashed)
     async with plugged(draft, PROMETHEUS_PORT="0") as proposer:
         runner.requests = [Request([1])]
         await run(proposer, runner, 5)

@@ -192,7 +192,8 @@ class Runner:
                 self.preempted.append(self._take(chance.randrange(rows)))
             case "resume" if self.preempted and rows < len(self._lengths):
                 request = self.preempted.pop()
-                request.proposal, request.unread = [], 1
+                request.proposal = []
+                request.unread = 1
                 self.requests.append(request)
 
     def _scheduled(self) -> Any:
@@ -297,7 +298,8 @@ async def plugged(
             await asyncio.to_thread(steps_of(proposer).close)
             for each, (level, propagate, handlers) in zip(loggers, before, strict=True):
                 each.setLevel(level)
-                each.propagate, each.handlers = propagate, handlers
+                each.propagate = propagate
+                each.handlers = handlers
 
 
 def steps_of(proposer: TandemProposer) -> StepDrafter:

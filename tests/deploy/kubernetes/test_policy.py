@@ -69,7 +69,8 @@ def _schema_faults(text: str) -> list[str]:
 
 
 def _confinement(workload: Workload, container: dict[str, Any]) -> Iterator[str]:
-    pod, own = workload.pod, container.get("securityContext", {})
+    pod = workload.pod
+    own = container.get("securityContext", {})
     both = pod.get("securityContext", {}) | own
     is_right = {
         "another user than root": both.get("runAsNonRoot") is True

@@ -148,7 +148,8 @@ def test_the_draft_is_right_as_often_as_it_should_be() -> None:
 
 def test_supports_hold_the_guess_and_the_target_only_where_it_is_the_guess() -> None:
     for position in POSITIONS:
-        guess, target = SCRIPT.draft_token(position), SCRIPT.target_token(position)
+        guess = SCRIPT.draft_token(position)
+        target = SCRIPT.target_token(position)
         support = SCRIPT.support(position, 24)
         assert support[0] == guess
         assert len(set(support)) == 24

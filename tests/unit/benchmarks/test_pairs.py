@@ -76,7 +76,8 @@ def test_the_pair_as_saved_agrees_as_often_as_asked(folders: tuple[Path, Path]) 
     target, draft = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders)
     ids = torch.randint(0, 2048, (8, 128), generator=torch.Generator().manual_seed(99))
     with torch.inference_mode():
-        of_target, of_draft = target(ids).logits, draft(ids).logits
+        of_target = target(ids).logits
+        of_draft = draft(ids).logits
     agreement = (of_target.argmax(-1) == of_draft.argmax(-1)).double().mean()
     log_probs = of_target.log_softmax(-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1).mean()

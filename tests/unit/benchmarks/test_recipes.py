@@ -33,7 +33,8 @@ def save_answer(path: Path, answer: list[int]) -> Path:
 
 
 def test_held_out_questions_are_not_among_those_of_the_training() -> None:
-    training, held_out = questions(), questions(held_out=True)
+    training = questions()
+    held_out = questions(held_out=True)
     assert len(set(training)) > 4000
     assert not set(training) & set(held_out)
     assert training == questions()
@@ -41,7 +42,8 @@ def test_held_out_questions_are_not_among_those_of_the_training() -> None:
 
 def test_answers_of_different_lengths_are_padded(tmp_path: Path) -> None:
     batch = read_batch([save_answer(tmp_path / "a", [50, 51, 52]), save_answer(tmp_path / "b", [60])])
-    tokens, before = batch.tokens, len(PROMPT) - 1
+    tokens = batch.tokens
+    before = len(PROMPT) - 1
     assert batch.read is not None
     assert batch.mask is not None
     assert tokens.shape == batch.mask.shape == batch.hidden.shape[:2]
@@ -63,7 +65,8 @@ def test_the_draft_vocabulary_is_what_answers_are_made_of(tmp_path: Path) -> Non
 
 def test_the_head_is_compared_with_the_target_where_it_can_propose_the_texts_token(tmp_path: Path) -> None:
     """Each token of a proposal is compared with the target's state one position before it."""
-    head, target_ids = SmallHead(), [END_OF_ANSWER, 50, 52]
+    head = SmallHead()
+    target_ids = [END_OF_ANSWER, 50, 52]
     head.target_ids = torch.tensor(target_ids)
     batch = read_batch([save_answer(tmp_path / "a", [50, 51, 52])])
     first, second = foreseen(head, SmallLastLayer(), batch, 2)  # type: ignore[arg-type]

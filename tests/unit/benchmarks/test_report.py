@@ -140,7 +140,8 @@ def test_the_first_tokens_of_long_completions_are_reported_apart() -> None:
 
 def test_the_best_other_is_chosen_by_the_other_rounds() -> None:
     """A contender that is as fast as each other is not called slower because one of them was lucky in each round."""
-    one, two = (10.0, 10.0, 13.0), (12.0, 9.0, 10.0)
+    one = (10.0, 10.0, 13.0)
+    two = (12.0, 9.0, 10.0)
 
     assert by_best((10.0, 10.0, 10.0), [one, two, ()]) == pytest.approx(1.0)
     assert by_best((5.0, 5.0, 20.0), [one]) == pytest.approx((0.5 * 0.5 * 20 / 13) ** (1 / 3))

@@ -18,7 +18,8 @@ from tandem.config.settings import FilledSettings, load_settings
 from tandem.errors import ConfigurationError
 from tandem_load.fakes import ScriptedSettings
 
-HTTP, GRPC = "http-readers", "grpc-readers"
+HTTP = "http-readers"
+GRPC = "grpc-readers"
 
 
 @pytest.mark.parametrize(

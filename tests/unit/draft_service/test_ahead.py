@@ -172,7 +172,9 @@ async def test_each_continuation_is_what_would_be_proposed(
         history = proposer._histories[options.row_kind, options.sampling.is_greedy, False, False]._accepted
         history._rates = [0.99] * len(history._rates)  # as a draft that is nearly always right
         first = await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, BUDGET))
-        before, count, is_later = (*PROMPT, *first.token_ids), K, False
+        before = (*PROMPT, *first.token_ids)
+        count = K
+        is_later = False
         for rank, taken in [(0, 2), (0, 1), (0, 3), (5, K), (0, 2), (3, 1), (0, K), (0, 1)]:
             drafted = await pushed(sequence)
             assert len(drafted.outcomes) == len(set(drafted.outcomes)) == BUDGET.branch_count
@@ -182,7 +184,8 @@ async def test_each_continuation_is_what_would_be_proposed(
             # A hit: the continuation is verified without a request. What was proposed is there once it is sent back.
             accepted, token_id = drafted.outcomes[rank]
             kept = len(before) - count + accepted
-            before, count = (*before[:kept], token_id, *drafted.tokens(rank)[:taken]), taken
+            before = (*before[:kept], token_id, *drafted.tokens(rank)[:taken])
+            count = taken
             # The branches are then as long as they become.
             await until(lambda: proposer._engine._background.is_empty, SECONDS)
             base = kept if is_later else len(PROMPT)
@@ -349,7 +352,8 @@ def test_a_token_without_any_probability_is_not_drafted_for() -> None:
 
 
 def test_it_learns_that_confident_tokens_are_rejected() -> None:
-    history, sure = OutcomeHistory(), ranking(0.99, 0.99)
+    history = OutcomeHistory()
+    sure = ranking(0.99, 0.99)
     for _ in range(200):
         history.came(PROPOSED, sure, 0, 12)
     found = history.likeliest(PROPOSED, sure, 9)
@@ -358,7 +362,8 @@ def test_it_learns_that_confident_tokens_are_rejected() -> None:
 
 
 def test_it_learns_that_doubtful_tokens_are_accepted() -> None:
-    history, unsure = OutcomeHistory(), ranking(0.02, 0.02)
+    history = OutcomeHistory()
+    unsure = ranking(0.02, 0.02)
     assert history.likeliest(PROPOSED, unsure, 1) == [(0, 11)]
     for _ in range(200):
         history.came(PROPOSED, unsure, 2, 31)
@@ -367,7 +372,8 @@ def test_it_learns_that_doubtful_tokens_are_accepted() -> None:
 
 def test_old_text_is_forgotten() -> None:
     """The counts are bounded: a change of text shows within as many rounds as the one before lasted."""
-    history, sure = OutcomeHistory(), ranking(0.99, 0.99)
+    history = OutcomeHistory()
+    sure = ranking(0.99, 0.99)
     for _ in range(20_000):
         history.came(PROPOSED, sure, 2, 31)
     for _ in range(4_000):

@@ -194,7 +194,10 @@ async def scripted(
 async def test_a_draft_that_writes_the_targets_text_is_right(vocabularies: Vocabularies, kind: str) -> None:
     sequence, _, _ = await scripted(vocabularies, kind=kind)
     tokens = tokenizer_of(kind).encode(TEXT).ids
-    known, accepted, rounds, proposed_count = 0, 12, 0, 0
+    known = 0
+    accepted = 12
+    rounds = 0
+    proposed_count = 0
     while accepted < len(tokens):
         proposal = await proposed(sequence, ProposeStep(Delta(known, tokens[known:accepted]), 4))
         assert proposal.base_length == accepted
@@ -206,14 +209,17 @@ async def test_a_draft_that_writes_the_targets_text_is_right(vocabularies: Vocab
         )
         # Only the last token of a proposal may be cut short, where the draft's last token ends within it.
         assert right >= len(proposal) - 1
-        rounds, proposed_count = rounds + 1, proposed_count + len(proposal)
-        known, accepted = accepted, accepted + right + 1
+        rounds += 1
+        proposed_count += len(proposal)
+        known = accepted
+        accepted += right + 1
     assert proposed_count > rounds, "the draft proposed next to nothing"
 
 
 async def test_a_rollback_reaches_the_draft(vocabularies: Vocabularies) -> None:
     sequence, drafted, target = await scripted(vocabularies, TEXT[:17] + " something else", "llama3")
-    tokens, begin = target.encode(TEXT), target.encode(TEXT[:17])
+    tokens = target.encode(TEXT)
+    begin = target.encode(TEXT[:17])
     await sequence.propose(ProposeStep(Delta(0, target.encode(drafted.text)), 1))
     drafted.text = TEXT
     await sequence.propose(ProposeStep(Delta(len(begin), tokens[len(begin) :]), 0))
@@ -230,7 +236,8 @@ async def test_nothing_is_proposed_within_a_character(vocabularies: Vocabularies
 
 async def test_nothing_is_proposed_behind_what_the_draft_can_read(vocabularies: Vocabularies) -> None:
     sequence, drafted, target = await scripted(vocabularies, room=20)
-    tokens, longest = target.encode(TEXT), 0
+    tokens = target.encode(TEXT)
+    longest = 0
     for length in range(1, len(tokens)):
         proposal = await proposed(sequence, ProposeStep(Delta(length - 1, tokens[length - 1 : length]), 4))
         assert not len(proposal) or len(drafted.token_ids) <= 20
@@ -332,7 +339,9 @@ async def assert_ahead_is_what_would_be_proposed(proposer: StandaloneProposer, o
     """After an answer, a hit and a miss."""
     target = Vocabulary(Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json")))
     async with proposer.sequence(options) as sequence:
-        tokens, drafted, hits = target.encode(CODE), list[int](), 0
+        tokens = target.encode(CODE)
+        drafted = list[int]()
+        hits = 0
         step = ProposeStep(Delta(0, tuple(tokens)), K, BUDGET)
         for number in range(4):
             answer = await sequence.propose(step)
@@ -349,12 +358,17 @@ async def assert_ahead_is_what_would_be_proposed(proposer: StandaloneProposer, o
             )
             rank = max(range(len(found.outcomes)), key=lambda rank: len(found.tokens(rank)))
             if number % 3 == 2:  # a miss
-                accepted, token_id, continuation = 0, target.encode(" x")[0], list[int]()
+                accepted = 0
+                token_id = target.encode(" x")[0]
+                continuation = list[int]()
             else:
-                (accepted, token_id), continuation = found.outcomes[rank], [*found.tokens(rank)]
+                (accepted, token_id) = found.outcomes[rank]
+                continuation = [*found.tokens(rank)]
                 hits += 1
-            base, new = len(tokens), [*drafted[:accepted], token_id, *continuation]
-            tokens, drafted = [*tokens, *drafted[:accepted], token_id], continuation
+            base = len(tokens)
+            new = [*drafted[:accepted], token_id, *continuation]
+            tokens = [*tokens, *drafted[:accepted], token_id]
+            drafted = continuation
             if continuation:
                 step = ProposeStep(Delta(base, tuple(new)), 0, BUDGET, len(continuation))
             else:

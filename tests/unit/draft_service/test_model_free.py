@@ -86,7 +86,8 @@ class Held(Generic[IndexT]):
 
 def script_to_deltas(script: Sequence[tuple[int, Sequence[int]]]) -> list[Delta]:
     """The deltas of a script."""
-    length, deltas = 0, []
+    length = 0
+    deltas = []
     for back, token_ids in script:
         delta = Delta(max(0, length - back), token_ids)
         length = delta.length
@@ -106,7 +107,8 @@ all_options = st.builds(
 
 def node_count(tree: SuffixTree) -> int:
     """Number of nodes without the root."""
-    pending, count = [tree.root], 0
+    pending = [tree.root]
+    count = 0
     while pending:
         children = list((pending.pop().children or {}).values())
         count += len(children)
@@ -128,7 +130,8 @@ def continued(
 ) -> tuple[list[int], float]:
     """The most frequent token again and again; the one that was seen last among equals."""
     found: list[int] = []
-    prob, score = 1.0, 0.0
+    prob = 1.0
+    score = 0.0
     while len(found) < limit:
         path = (*context, *found)
         following = [w[len(path)] for w in windows if w[: len(path)] == path and len(w) > len(path)]
@@ -190,7 +193,8 @@ def add(responses: ResponseCache, response: Sequence[int], scope: str = SCOPE) -
 def test_it_learns_from_the_last_responses(
     completions: list[list[tuple[int, list[int]]]], options: DraftingOptions, token_count: int
 ) -> None:
-    cache, responses = new_cache(options), list[list[int]]()
+    cache = new_cache(options)
+    responses = list[list[int]]()
     for script in completions:
         held = hold(cache, options)
         first, *rest = script_to_deltas(script)
@@ -219,7 +223,9 @@ def test_forgetting_everything_leaves_an_empty_tree(script: list[tuple[int, list
 
 
 def test_forgetting_responses_frees_their_memory() -> None:
-    cache, size, state = ResponseCache(24, 2), 500, 1
+    cache = ResponseCache(24, 2)
+    size = 500
+    state = 1
     sizes = []
     tracemalloc.start()
     try:

@@ -75,7 +75,8 @@ class OtherProcess:
 def test_proposals_hold_to_a_grammar(is_elsewhere: bool) -> None:
     """Beside one without a grammar, over several tokens, whatever the process of the logits."""
     options = DraftOptions("r", SamplingParams(temperature=0.0), prompt_length=2)
-    words, row = ("abca", "abcb"), torch.zeros(1, VOCABULARY_SIZE)
+    words = ("abca", "abcb")
+    row = torch.zeros(1, VOCABULARY_SIZE)
     row[0, TEXTS.index("c")] = 9.0
     jobs = []
     for grammar in (state_of(*words), None):
@@ -98,7 +99,8 @@ def test_proposals_hold_to_a_grammar(is_elsewhere: bool) -> None:
 @pytest.mark.parametrize("is_elsewhere", [False, True], ids=["here", "where the logits are"])
 def test_proposals_are_drawn_with_the_requests_penalties(is_elsewhere: bool) -> None:
     """Each token sees the ones before it, and a sequence beside it is drawn without."""
-    prompt, completion = (4, 5), (6,)
+    prompt = (4, 5)
+    completion = (6,)
     row = torch.zeros(1, VOCABULARY_SIZE)
     row[0, 4:9] = torch.tensor([8.0, 9.0, 8.5, 8.2, 7.9])
     jobs = []
@@ -143,7 +145,8 @@ def test_a_proposal_ends_where_no_known_token_is_allowed(sampling: SamplingParam
     known[0, TEXTS.index("c")] = 1.0
     for logits, is_failed in ((known, False), (torch.full_like(known, torch.nan), True)):
         own = job(sampling, kind, count=3)
-        own.payload.grammar, own.payload.before = state_of("ab"), []
+        own.payload.grammar = state_of("ab")
+        own.payload.before = []
         (outcome,) = propose_head([own], logits)
         assert isinstance(outcome, Failed if is_failed else Done)
         if isinstance(outcome, Done):
@@ -206,7 +209,8 @@ def test_a_support_is_the_fewest_tokens_that_hold_the_mass(mass: float) -> None:
     logits = logits_of(1)
     (whole,) = proposals([job(SAMPLED, RowKind.SUPPORT, draft_top_k=16)], logits)
     (bound,) = proposals([job(SAMPLED, RowKind.SUPPORT, draft_top_k=16, support_mass=mass)], logits)
-    (all_of_it,), (support,) = whole.distributions, bound.distributions
+    (all_of_it,) = whole.distributions
+    (support,) = bound.distributions
     assert isinstance(all_of_it, SparseDistribution)
     assert isinstance(support, SparseDistribution)
     size = len(support.token_ids)

@@ -286,7 +286,8 @@ def expected() -> torch.Tensor:
 
 
 def test_every_kind_of_row_is_that_of_the_masked_logits() -> None:
-    greedy, sampled = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, seed=3)
+    greedy = SamplingParams(temperature=0.0)
+    sampled = SamplingParams(temperature=0.8, seed=3)
     own = [masked_request(RowKind.TOKEN, greedy)]
     own += [masked_request(kind, sampled) for kind in (RowKind.DENSE, RowKind.SUPPORT, RowKind.TOKEN)]
     assert all(each.grammar is None for each in own), "a grammar stays in the process of its sequence"

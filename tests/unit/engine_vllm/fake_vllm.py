@@ -224,7 +224,8 @@ class FakeHeadWorker(FakeWorker):
         self.left.append((part, token_ids))
 
     def tandem_propose(self, ends: SequenceOf[RoundEnd], count: int) -> list[list[int]]:
-        left, self.left = self.left, []
+        left = self.left
+        self.left = []
         self.read_count += 1
         return [self._read(*each, end, count) for each, end in zip(left, ends, strict=True)]
 

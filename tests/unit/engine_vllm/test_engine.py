@@ -94,7 +94,8 @@ async def wander(engine: RowEngine, seed: int) -> None:
             base = kept
             text = text[:kept] + [draw.randrange(VOCABULARY_SIZE) for _ in range(draw.randrange(1, 7))]
             if len(text) > _MAX_LENGTH:
-                base, text = 0, shared[:9]
+                base = 0
+                text = shared[:9]
     finally:
         engine.release(sequence)
 

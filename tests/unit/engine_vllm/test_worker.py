@@ -74,7 +74,8 @@ class FakeRunner:
         order = self.draw.sample(step.parts, len(step.parts))  # decodes come first to it
         for part in order:
             index = states.req_id_to_index[part.request_id]
-            start, end = int(states.num_computed_tokens.values[index, 0]), int(states.prefill_len.np[index])
+            start = int(states.num_computed_tokens.values[index, 0])
+            end = int(states.prefill_len.np[index])
             tokens = states.all_token_ids.values[index, :end].tolist()
             hidden += [expected_logits(tokens[: at + 1]) for at in range(start, end)]
             starts.append(len(hidden))
@@ -91,7 +92,8 @@ class FakeRunner:
 def worker(monkeypatch: pytest.MonkeyPatch) -> RowWorker:
     monkeypatch.setattr(worker_module, "_scheduler_output", lambda step: step)
     found = RowWorker()
-    found.model_runner, found.rank = FakeRunner(), 0
+    found.model_runner = FakeRunner()
+    found.rank = 0
     return found
 
 
@@ -122,7 +124,8 @@ def test_rows_are_those_of_the_parts_whatever_order_the_runner_takes(worker: Row
 
 
 def test_a_known_request_takes_a_proposal_and_another_text_behind_a_rollback(worker: RowWorker) -> None:
-    text, other = [5, 6, 7, 8], [20, 21, 22]
+    text = [5, 6, 7, 8]
+    other = [20, 21, 22]
     worker.tandem_step(
         Step(
             [

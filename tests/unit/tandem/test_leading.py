@@ -115,7 +115,8 @@ IDS = st.integers(0, 5)
 def test_a_target_goes_on_behind_its_own_outcome_within_the_sequence(
     rows: list[int], proposed: list[int], following: list[int], ends: set[int], room: int, own: bool
 ) -> None:
-    base, proposed = 10, proposed[: len(rows) - 1]
+    base = 10
+    proposed = proposed[: len(rows) - 1]
     rows = rows[: len(proposed) + 1]
     accepted = next((i for i, each in enumerate(proposed) if each != rows[i]), len(proposed))
     answer = Verification(base, tuple(map(TokenRow, rows)))

@@ -92,7 +92,8 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return messages
 
 
-GONE, REFUSED = ("file not readable; the last version stays", "renewed file refused; the last version stays")
+GONE = "file not readable; the last version stays"
+REFUSED = "renewed file refused; the last version stays"
 
 
 def test_a_missing_file_is_logged_once(

@@ -97,7 +97,8 @@ def test_a_vocabulary_with_itself_shares_all() -> None:
 )
 @settings(max_examples=5)
 def test_tokenizers_trained_on_anything(sizes: tuple[int, int], texts: list[str]) -> None:
-    own, other = byte_level(sizes[0], texts), sentencepiece_bpe(sizes[1], texts)
+    own = byte_level(sizes[0], texts)
+    other = sentencepiece_bpe(sizes[1], texts)
     shared = SharedVocabulary(Vocabulary(own), Vocabulary(other))
     for text in texts:
         transcript = Transcript(shared)
@@ -113,7 +114,9 @@ def test_a_transcript_depends_on_the_text_alone(draft: str, target: str, data: s
     """The draft's tokens are those of one delta, however the text was divided, and its deltas lead to them."""
     shared = mapping(draft, target)
     whole = tokenizer_of(target)
-    transcript, seen, tokens = Transcript(shared), [*shared.draft.prefix], list[int]()
+    transcript = Transcript(shared)
+    seen = [*shared.draft.prefix]
+    tokens = list[int]()
     for _ in range(data.draw(st.integers(1, 5))):
         base = data.draw(st.integers(0, len(tokens)))
         if data.draw(st.booleans()):
@@ -170,7 +173,8 @@ def test_text_is_tokenized_anew_only_near_its_end() -> None:
 
 def test_special_tokens_keep_their_meaning() -> None:
     shared = mapping("gpt2", "llama3")
-    end, own = shared.target.special_ids[END], shared.draft.special_ids[END]
+    end = shared.target.special_ids[END]
+    own = shared.draft.special_ids[END]
     transcript = Transcript(shared)
     transcript.apply(Delta(0, (*shared.target.encode("one"), end, *shared.target.encode("two"))))
     assert transcript.token_ids == [*shared.draft.encode("one"), own, *shared.draft.encode("two")]

@@ -12,7 +12,9 @@ from tandem.model.grammar import Grammars, GrammarState, MaskArray
 from tandem.model.types import Grammar, GrammarKind
 
 TEXTS = ("a", "b", "ab", "ba", "c", "bc", "abc")
-EOS, THINK, THOUGHT = len(TEXTS), len(TEXTS) + 1, len(TEXTS) + 2
+EOS = len(TEXTS)
+THINK = len(TEXTS) + 1
+THOUGHT = len(TEXTS) + 2
 VOCABULARY_SIZE = len(TEXTS) + 4
 """With one id that the tokenizer does not know."""
 
@@ -25,7 +27,8 @@ class _Tokenizer:
 
     def __call__(self, text: bytes | str) -> list[int]:
         """The longest tokens from left to right."""
-        left, found = text.encode() if isinstance(text, str) else text, []
+        left = text.encode() if isinstance(text, str) else text
+        found = []
         while left:
             length, token_id = max(
                 (len(own), i) for i, own in enumerate(self.tokens[:EOS]) if left.startswith(own)

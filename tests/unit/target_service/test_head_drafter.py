@@ -104,7 +104,8 @@ class Request:
     async def run(self, new_tokens: int) -> list[int]:
         """The first `new_tokens` tokens after the prompt."""
         end = len(self.tokens) + new_tokens
-        prompt_length, grammar = len(self.tokens), self._grammar
+        prompt_length = len(self.tokens)
+        grammar = self._grammar
         options = TargetOptions(
             self._name,
             self._sampling,
@@ -166,7 +167,8 @@ async def check(
 
 
 Save = Callable[..., Path]
-ON, OFF = True, False
+ON = True
+OFF = False
 EAGLE3: dict[str, dict[str, Any]] = {
     "raw": {},
     "raw, every flag": {
@@ -271,10 +273,13 @@ async def test_a_head_catches_up_behind_what_was_repeated(target: tuple[Any, Pat
         for length, proposal in request.proposals:
             tokens = request.tokens[:length]
             if proposal and list(proposal) == looked_up(tokens, 4):
-                repeated, was_repeated = repeated + 1, True
+                repeated += 1
+                was_repeated = True
             elif proposal:
                 assert list(proposal) == reference.propose(tokens, 4)
-                own, behind, was_repeated = own + 1, behind + was_repeated, False
+                own += 1
+                behind += was_repeated
+                was_repeated = False
     assert min(repeated, own, behind) > 0, (repeated, own, behind)
 
 
@@ -360,7 +365,8 @@ async def test_blocks_of_any_size(block_size: int, target: tuple[Any, Path], tmp
 async def test_a_block_ends_at_the_longest_sequence(tmp_path: Path) -> None:
     """Near max_length the proposals become shorter."""
     model = small_target(vocab_size=6)
-    folder, head = saved_target(model, tmp_path / "target"), save_dflash(tmp_path / "head", model)
+    folder = saved_target(model, tmp_path / "target")
+    head = save_dflash(tmp_path / "head", model)
     async with running(folder, head, max_length=32) as verifier:
         request = Request(verifier, "a", (1, 2, 3) * 8)
         await request.run(6)

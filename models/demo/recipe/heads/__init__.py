@@ -19,7 +19,8 @@ from models.demo.recipe.corpus import load_tokenizer
 from models.demo.recipe.measure import DEMO_FOLDER, NEW_TOKENS, PROPOSED, are_accepted, rounds_of
 from models.demo.recipe.training import Loss, divergence, endless, lessons_of, train_until_over
 
-HEAD_MATRIX_LR, HEAD_OTHER_LR = 0.02, 1e-3
+HEAD_MATRIX_LR = 0.02
+HEAD_OTHER_LR = 1e-3
 STEP_WEIGHT = 0.8
 """Each token of a proposal counts this much of the one before it, as Medusa's heads do."""
 HEAD_ROWS = 4
@@ -74,7 +75,8 @@ def make_head(
     prompts = [each[:PROMPT_TOKENS] for each in ids if len(each) >= PROMPT_TOKENS]
     for temperature in (0.0, 0.8):
         written = continue_text(target, prompts, NEW_TOKENS + PROPOSED, temperature, seed)
-        accepted, coins = [], torch.Generator().manual_seed(seed)
+        accepted = []
+        coins = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for own, wanted, chosen in compared(head, target, written):
                 flags = are_accepted(own, wanted, chosen, temperature, coins)

@@ -55,7 +55,8 @@ def new_head(target_folder: Path, folder: Path, target_ids: Sequence[int] | None
 @torch.no_grad()
 def _adopt_last_layer(head: Eagle3Head, target: Any) -> None:
     own: Any = head.midlayer
-    last, size = target.model.layers[-1], head.state_size
+    last = target.model.layers[-1]
+    size = head.state_size
     head.embed_tokens.weight = target.get_input_embeddings().weight
     head.lm_head.weight.copy_(target.get_output_embeddings().weight[head.target_ids])
     head.norm.weight.copy_(target.model.norm.weight)
@@ -142,7 +143,8 @@ def target_logits(target: LlamaForCausalLM, lessons: Texts, k: int) -> Tensor:
 @torch.no_grad()
 def with_states(target: LlamaForCausalLM, texts: Tensor, layer_ids: Sequence[int]) -> Texts:
     """Let the target read texts of equal length, and keep the states that the head reads."""
-    read, hidden = [], []
+    read = []
+    hidden = []
     for part in torch.split(texts, 16):
         output = target.model(input_ids=part, output_hidden_states=True, use_cache=False)
         read.append(torch.stack([output.hidden_states[each] for each in layer_ids]).half())

@@ -95,7 +95,8 @@ def compared(heads: MedusaHeads, target: LlamaForCausalLM, written: Texts) -> It
     parts = (torch.split(each, HEAD_ROWS) for each in (written.hidden, written.tokens))
     for hidden, tokens in zip(*parts, strict=True):
         chosen = tokens[:, 2:-1].unfold(1, PROPOSED, 1)
-        own, wanted = head_logits(heads, hidden), target_logits(target, hidden)
+        own = head_logits(heads, hidden)
+        wanted = target_logits(target, hidden)
         yield own[:, : chosen.shape[1]], wanted[:, : chosen.shape[1]], chosen
 
 

@@ -133,7 +133,8 @@ def test_more_clients_are_never_quicker_nor_more_drafts_slower(
 
 def test_few_drafts_with_costly_batches_are_not_enough() -> None:
     costly = replace(SATURATED, drafts=1, draft_per_8_rows=4.0)
-    few, many = fleet_plan(costly, 16), fleet_plan(replace(costly, drafts=8), 16)
+    few = fleet_plan(costly, 16)
+    many = fleet_plan(replace(costly, drafts=8), 16)
     assert few.clients < many.clients
     assert few.drafts_needed is not None
     assert few.drafts_needed > 1

@@ -113,14 +113,17 @@ def test_a_drafting_head_is_hosted_by_the_target(
     content = {"architectures": ["LlamaForCausalLMEagle3"]} if source == "its config" else {}
     (tmp_path / "config.json").write_text(json.dumps(content))
     (tmp_path / "file.json").write_text('{"method": "eagle3"}')
-    options, head = UpOptions(draft=str(tmp_path)), tmp_path
+    options = UpOptions(draft=str(tmp_path))
+    head = tmp_path
     if source == "--method":
         options = UpOptions(draft=str(tmp_path), method="eagle3")
     elif source == "a file":
-        options, head = UpOptions(config_file=tmp_path / "file.json"), DEMO_EAGLE3
+        options = UpOptions(config_file=tmp_path / "file.json")
+        head = DEMO_EAGLE3
     elif source == "a variable":
         monkeypatch.setenv("TANDEM_SPECULATIVE_METHOD", "eagle3")
-        options, head = UpOptions(), DEMO_EAGLE3
+        options = UpOptions()
+        head = DEMO_EAGLE3
     arguments = service_arguments(options)
     assert arguments.draft is None
     assert value(arguments.target, "--draft-model") == str(head)

@@ -136,7 +136,8 @@ def test_expected_tokens_are_the_sum_of_products_of_rates() -> None:
 
 
 def test_hit_rates_follow_the_observed_outcomes() -> None:
-    gains, chance = GainModel(), random.Random(1)
+    gains = GainModel()
+    chance = random.Random(1)
     for _ in range(4000):
         rank = chance.choices([0, 1, 2, 3, None], [0.4, 0.2, 0.1, 0.1, 0.2])[0]
         gains.add_outcome(rank, 4)

@@ -90,7 +90,8 @@ class Profile:
 
     def speed(self, load: int, proposed: int) -> float:
         """Return the expected tokens per second of each of `load` requests at this proposal length, without noise."""
-        product, tokens = 1.0, 1.0
+        product = 1.0
+        tokens = 1.0
         for rate in self.rates()[:proposed]:
             product *= rate
             tokens += product
@@ -143,13 +144,15 @@ class Cluster:
     def run(self, load: int, steps: int) -> tuple[int, float]:
         """Run this many steps, and return their tokens and seconds."""
         del self.requests[load:]
-        made, passed = 0, 0.0
+        made = 0
+        passed = 0.0
         for _ in range(steps):
             while len(self.requests) < load:
                 ease = min(max(self._random.gauss(1.0, 0.1), 0.7), 1.3)
                 self.requests.append(Request(self._begin(), ease, self._random.randint(*REQUEST_TOKENS)))
             tokens, seconds = self._step(load)
-            made, passed = made + tokens, passed + seconds
+            made += tokens
+            passed += seconds
         return made, passed
 
     def _noise(self) -> float:
@@ -159,14 +162,16 @@ class Cluster:
 
     def _step(self, load: int) -> tuple[int, float]:
         """One round of every request."""
-        profile, requests = self.profile, self.requests
+        profile = self.profile
+        requests = self.requests
         counts = [request.speculation.begin_round(load).tokens for request in requests]
         # The draft reads the prompt in the first round, and proposes nothing.
         proposed = [
             0 if request.is_first else min(count, request.tokens_left - 1)
             for request, count in zip(requests, counts, strict=True)
         ]
-        drafting, longest = sum(map(bool, proposed)), max(proposed)
+        drafting = sum(map(bool, proposed))
+        longest = max(proposed)
         tokens = load + sum(proposed)
         verify = profile.verify_seconds(load, tokens) * self._noise()
         draft = profile.draft_seconds(drafting, longest) * self._noise()
@@ -192,7 +197,8 @@ class Cluster:
         return proposed
 
 
-PROFILED_SEQUENCES, PROFILED_TOKENS = (1, 2, 4, 8, 16, 32), (1, 3, 5, 9)
+PROFILED_SEQUENCES = (1, 2, 4, 8, 16, 32)
+PROFILED_TOKENS = (1, 3, 5, 9)
 
 
 def controller_of(profile: Profile, seed: int = 0) -> SpeculationController:
@@ -327,10 +333,14 @@ def _ahead_efficiencies(profile: Profile, contention: float, branch: float, seed
     best = max(
         *(profile.speed(1, tokens) for tokens in (0, *lengths)), *starmap(speed, product(lengths, HITS))
     )
-    controller, random = controller_of(profile, seed), Random(seed)
+    controller = controller_of(profile, seed)
+    random = Random(seed)
     terms = Terms(request_kind("draft", "strict", 1.0), MAX_TOKENS, draft_ahead="auto")
     request = begin_request(controller, terms)
-    made, passed, awaited, found = 0.0, 0.0, 0, []
+    made = 0.0
+    passed = 0.0
+    awaited = 0
+    found = []
     for number in range(1, AHEAD_ROUNDS[-1] + 1):
         plan = request.begin_round(1)
         tokens = plan.tokens
@@ -350,16 +360,15 @@ def _ahead_efficiencies(profile: Profile, contention: float, branch: float, seed
             step = None
             seconds = profile.verify_seconds(1, tokens + 1) + profile.draft_seconds(1, tokens)
             seconds = (seconds + profile.message_seconds(1, tokens > 0)) * noise
-        verify, draft = (
-            profile.verify_seconds(1, tokens + 1) * noise,
-            profile.draft_seconds(1, tokens) * noise,
-        )
+        verify = profile.verify_seconds(1, tokens + 1) * noise
+        draft = profile.draft_seconds(1, tokens) * noise
         cost = RoundCost(tokens, seconds, verify, 1, tokens + 1, draft if rank is None else 0.0, 1)
         was_awaited = awaited > 0 and tokens > 0
         request.round_ended(
             round_ended(tokens, accepted, cost, awaited=was_awaited, rank=rank, outcome_step=step)
         )
-        made, passed = made + expected[tokens], passed + seconds
+        made += expected[tokens]
+        passed += seconds
         awaited = plan.outcomes
         if number in AHEAD_ROUNDS:
             found.append(made / passed / best)

@@ -42,7 +42,8 @@ from tandem_coordinator.decoding.logprobs import details_of, token_logprobs
 from tests.paths import DEMO_TARGET
 
 TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
-EOS, STOP_ID = 0, 40
+EOS = 0
+STOP_ID = 40
 
 
 def ids_of(text: str) -> tuple[int, ...]:
@@ -66,7 +67,8 @@ def extend(target: Completion, proposed: tuple[int, ...], accepted: int, next_to
 def test_a_completion_goes_on_after_what_was_delivered(cut: int) -> None:
     """Stop strings and characters may lie across the place where a stream broke."""
     ids = ids_of("é = äß # stop here, not there\n")
-    whole, rest = completion(stop=("stop here",)), completion(stop=("stop here",))
+    whole = completion(stop=("stop here",))
+    rest = completion(stop=("stop here",))
     chunks = []
     for token_id in ids:
         chunks.append(extend(whole, (), 0, token_id))
@@ -106,7 +108,8 @@ def summary_of(chunk: Chunk) -> Summary:
     return chunk.summary
 
 
-A, CD = ids_of("a"), ids_of("cd")
+A = ids_of("a")
+CD = ids_of("cd")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +135,8 @@ def test_stop_tokens_and_strings_end_the_completion(
 
 def test_only_a_limit_ends_a_completion_before_min_tokens() -> None:
     target = completion(min_tokens=3, stop=("cd",))
-    (c,), (d,) = ids_of("c"), ids_of("d")
+    (c,) = ids_of("c")
+    (d,) = ids_of("d")
     chunk = extend(target, (c, d, STOP_ID), 3, next_token=EOS)
     assert chunk.token_ids == (c, d, STOP_ID, EOS)
     assert chunk.text.startswith("cd"), "the stop string began too early to count"
@@ -190,7 +194,8 @@ def test_stop_strings_agree_with_searching_the_whole_text(stop: list[str], piece
         assert any(whole[len(text) :].startswith(string) for string in stop)
 
 
-START, END = 8, 9
+START = 8
+END = 9
 
 
 @pytest.mark.parametrize(
@@ -283,7 +288,8 @@ def test_a_request_that_wants_to_know_nothing_of_its_tokens_costs_nothing() -> N
 def test_probabilities_are_those_of_proposal_and_rows_as_far_as_these_say() -> None:
     ids = np.array([2, 5])
     drawn = tuple(SparseDistribution(ids, np.array(probs)) for probs in ([0.25, 0.75], [0.5, 0.5]))
-    inside, outside = SupportRow(ids, np.array([0.125, 0.5]), 0.375, 9, None, 0.25), TokenRow(7)
+    inside = SupportRow(ids, np.array([0.125, 0.5]), 0.375, 9, None, 0.25)
+    outside = TokenRow(7)
     past = SupportRow(np.array([], np.int64), np.array([]), 1.0, 4, None, 0.5)
 
     def recorded(proposal: Proposal, rows: tuple[TargetRow, ...], kept: Acceptance) -> Chunk:

@@ -22,7 +22,8 @@ ONE_DIGIT = {
 }
 FUNCTIONS = {"name": "add", "parameters": ONE_DIGIT}, {"name": "now"}
 TOOLS = [{"type": "function", "function": each} for each in FUNCTIONS]
-ADD, NOW = '{"name": "add", "arguments": {"a": 5}}', '{"name": "now", "arguments": {}}'
+ADD = '{"name": "add", "arguments": {"a": 5}}'
+NOW = '{"name": "now", "arguments": {}}'
 NAMED = {"type": "function", "function": {"name": "add"}}
 
 

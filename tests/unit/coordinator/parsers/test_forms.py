@@ -23,7 +23,8 @@ from tandem_coordinator.parsers.forms import (
 )
 from tests.paths import ROOT
 
-BEGIN, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+BEGIN = "<｜tool▁call▁begin｜>"
+SEP = "<｜tool▁sep｜>"
 
 
 @pytest.mark.parametrize(

@@ -347,7 +347,8 @@ def test_calls_and_content_are_told_apart(writer: str, data: st.DataObject) -> N
         part if isinstance(part, str) else (f"{part[0]}{number}", part[1])
         for number, part in enumerate(parts)
     ]
-    text, content = "", ""
+    text = ""
+    content = ""
     follows_call = False
     for part in parts:
         if isinstance(part, str):

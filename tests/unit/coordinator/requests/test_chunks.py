@@ -27,7 +27,8 @@ def readers(count: int) -> list[Reader]:
 
 
 async def test_a_reader_that_was_cancelled_stops_no_other() -> None:
-    pacer, (gone, waiting) = ChunkPacer(), readers(2)
+    pacer = ChunkPacer()
+    (gone, waiting) = readers(2)
     pacer.hand_over(gone, chunk(0))
     pacer.hand_over(waiting, chunk(1))
     gone.cancel()
@@ -57,7 +58,8 @@ def numbered(*token_ids: int, is_last: bool = False) -> Chunk:
 
 def rounds_of(counts: list[int]) -> list[Chunk]:
     """Rounds of so many tokens each, which count up."""
-    chunks, first = [], 0
+    chunks = []
+    first = 0
     for number, count in enumerate(counts):
         chunks.append(numbered(*range(first, first + count), is_last=number == len(counts) - 1))
         first += count

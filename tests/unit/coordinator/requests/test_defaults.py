@@ -103,7 +103,8 @@ async def test_default_penalties_leave_a_draft_model_out_or_not_as_configured() 
 
 
 async def test_echo_is_served_with_drafts_but_not_as_max() -> None:
-    own, echoed = models(SamplingDefaults(), NGRAM), replace(REQUEST, echo=True, max_tokens=8)
+    own = models(SamplingDefaults(), NGRAM)
+    echoed = replace(REQUEST, echo=True, max_tokens=8)
     assert keep_out(echoed, settings(), own) == ()
     assert (await plan_of(echoed, settings(), own)).num_speculative_tokens > 0
     as_max = settings(compatibility="max")
@@ -154,7 +155,8 @@ def test_a_wrong_override_is_refused_in_one_sentence(override: Any, sentence: st
 
 
 def test_a_wrong_source_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    empty, wrong = tmp_path / "empty", tmp_path / "wrong"
+    empty = tmp_path / "empty"
+    wrong = tmp_path / "wrong"
     for each in (empty, wrong):
         each.mkdir()
     folder(wrong, {"top_k": "all"})
@@ -186,10 +188,8 @@ def test_a_models_file_is_read_by_type_and_judged_by_the_coordinator(tmp_path: P
 
 
 def test_targets_agree_in_the_defaults_that_are_in_force() -> None:
-    own, other = (
-        replace(TARGET, sampling_defaults=OWN),
-        replace(TARGET, sampling_defaults=replace(OWN, top_k=5)),
-    )
+    own = replace(TARGET, sampling_defaults=OWN)
+    other = replace(TARGET, sampling_defaults=replace(OWN, top_k=5))
     fleet = Fleet(SpeculativeConfig())
     assert fleet.judge_target(own) == ""
     assert fleet.sampling_defaults == OWN

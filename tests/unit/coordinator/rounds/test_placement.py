@@ -61,17 +61,16 @@ def test_the_answer_is_expected_by_way_queue_and_profile() -> None:
 
 
 def test_without_a_profile_sequences_decide_alone() -> None:
-    far, near = Draft(round_trip_seconds=0.5, profile=StepProfile()), Draft(DraftLoad(sequences=1))
+    far = Draft(round_trip_seconds=0.5, profile=StepProfile())
+    near = Draft(DraftLoad(sequences=1))
     assert chosen(near, far) is far
     far.open_sequences = 2
     assert chosen(near, far) is near
 
 
 def test_sequences_of_others_count_between_equals() -> None:
-    busy, idle = (
-        Draft(DraftLoad(sequences=3), profile=StepProfile()),
-        Draft(open_sequences=1, profile=StepProfile()),
-    )
+    busy = Draft(DraftLoad(sequences=3), profile=StepProfile())
+    idle = Draft(open_sequences=1, profile=StepProfile())
     assert chosen(busy, idle) is idle
 
 

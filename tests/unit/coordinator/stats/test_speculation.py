@@ -213,7 +213,8 @@ def test_hits_are_counted_by_rank_and_ranks_alone_are_bounded() -> None:
 
 @pytest.mark.parametrize(("first", "second"), [((0, 3), (None, 1)), ((1,), (0, 5, None)), ((), (2,))])
 def test_add_sums_and_since_subtracts(first: tuple[int | None, ...], second: tuple[int | None, ...]) -> None:
-    total, whole = stats_of(*first), stats_of(*first, *second)
+    total = stats_of(*first)
+    whole = stats_of(*first, *second)
     fresh = since(whole, total)
     kept = replace(fresh.ahead)
     add(total, fresh)
@@ -223,7 +224,8 @@ def test_add_sums_and_since_subtracts(first: tuple[int | None, ...], second: tup
 
 def test_saved_time_never_decreases() -> None:
     """Counters of metrics refuse a negative step, and sums of floats differ in their last bit."""
-    counted, stats = SpeculationStats(), SpeculationStats()
+    counted = SpeculationStats()
+    stats = SpeculationStats()
     for _ in range(500):
         add(stats, stats_of(0, saved=0.1))
         fresh = since(stats, counted)

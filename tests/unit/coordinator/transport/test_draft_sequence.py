@@ -198,7 +198,8 @@ rounds = st.lists(
 def test_the_service_always_holds_the_coordinators_sequence(
     prompt: list[int], script: list[tuple[list[int], int, int, bool]]
 ) -> None:
-    remote, committed = RemoteSequence(), list(prompt)
+    remote = RemoteSequence()
+    committed = list(prompt)
     held: list[int] = []
     for proposal, accepted, next_token, by_service in script:
         if by_service:

@@ -64,7 +64,8 @@ def test_a_continuation_that_has_ended_has_the_tokens_before() -> None:
     """One text of a draft with another tokenizer may be fewer tokens than the others'."""
     came = (*PREFIX, *PROPOSED, 10)
     outcomes = pending(FIRST, replace(SECOND, token_ids=(-1, 8)))
-    found, other = found_in(outcomes, *PROPOSED, 10), found_in(outcomes, 11)
+    found = found_in(outcomes, *PROPOSED, 10)
+    other = found_in(outcomes, 11)
     assert (found.token_ids, other.token_ids) == ((4,), (5, 8))
     assert isinstance(outcomes.outcome(came, 0.0), Hit), "it is done with it"
     with pytest.raises(ProtocolError, match="went on with a continuation that it had ended"):
@@ -77,10 +78,12 @@ def test_a_continuation_that_has_ended_has_the_tokens_before() -> None:
 def test_the_first_outcome_has_what_the_draft_is_ahead_with() -> None:
     came = (*PREFIX, *PROPOSED, 10)
     outcomes = pending(replace(FIRST, lead_token_ids=(7,)))
-    found, other = found_in(outcomes, *PROPOSED, 10), found_in(outcomes, 11)
+    found = found_in(outcomes, *PROPOSED, 10)
+    other = found_in(outcomes, 11)
     assert (found.token_ids, other.token_ids) == ((4, 7), (5,))
     outcomes.add(replace(SECOND, lead_token_ids=(9,)))
-    found, other = found_in(outcomes, *PROPOSED, 10), found_in(outcomes, 11)
+    found = found_in(outcomes, *PROPOSED, 10)
+    other = found_in(outcomes, 11)
     assert (found.token_ids, other.token_ids) == ((4, 7, 9), (5, 8))
     assert isinstance(outcomes.outcome(came, 0.0), Hit), "it is complete"
     outcomes.expect(BASE + 4, (4, 7, 9), BUDGET)
@@ -258,7 +261,8 @@ def rounds(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, int]], lis
     proposed = tuple(draw(st.lists(small_ids, max_size=3)))
     outcome = st.tuples(st.integers(0, len(proposed)), small_ids)
     keys = draw(st.lists(outcome, min_size=1, max_size=6, unique=True))
-    columns, width = [], len(keys)
+    columns = []
+    width = len(keys)
     for depth in range(draw(st.integers(0, 3))):
         width = width if depth == 0 else draw(st.integers(1, width))
         columns.append(draw(st.lists(small_ids, min_size=width, max_size=width)))
@@ -269,12 +273,16 @@ def rounds(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, int]], lis
 def test_outcomes_agree_with_a_plain_search(
     script: list[tuple[tuple[int, ...], list[tuple[int, int]], list[list[int]]]], others: list[list[int]]
 ) -> None:
-    outcomes, reference = PendingOutcomes(VOCABULARY_SIZE, RowKind.TOKEN), Reference()
-    length, last = 0, DraftedOutcomes(0, 0, (1,), (0,), (1,))
+    outcomes = PendingOutcomes(VOCABULARY_SIZE, RowKind.TOKEN)
+    reference = Reference()
+    length = 0
+    last = DraftedOutcomes(0, 0, (1,), (0,), (1,))
     for number, (proposed, keys, columns) in enumerate(script):
         length += 1 + number
         outcomes.expect(length, proposed, AheadBudget(6, 3))
-        reference.base_length, reference.proposed, reference.continuations = length, proposed, {}
+        reference.base_length = length
+        reference.proposed = proposed
+        reference.continuations = {}
         if number:
             outcomes.add(last)  # a late message of the previous round
         for depth, tokens in enumerate(columns):

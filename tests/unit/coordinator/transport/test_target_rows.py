@@ -27,7 +27,8 @@ from tandem.model.types import (
 )
 from tandem_coordinator.transport.target_client import check_logprobs, check_rows
 
-EMPTY, FULL = Proposal(3), Proposal(3, (7, 8))
+EMPTY = Proposal(3)
+FULL = Proposal(3, (7, 8))
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,8 @@ async def test_jobs_go_before_branches(llama: TinyModel) -> None:
         order.append("job" if record.token_count == 1 and record.row_count == 1 else "branches")
 
     async with running(llama.loaded, RowsHead(), on_step=on_step) as engine:
-        drafted, waited_for = await engine.open(64, 64), await engine.open(64)
+        drafted = await engine.open(64, 64)
+        waited_for = await engine.open(64)
         await rows(engine, drafted, Delta(0, _TRUNK), 1)
         await rows(engine, waited_for, Delta(0, _TRUNK), 1)
         order.clear()

@@ -108,8 +108,10 @@ class _Clients(threading.Condition):
         while not self.ready:
             self.wait()
         self.window.wait(has_running=False, is_stopping=lambda: False)
-        batch, self.ready = self.ready, set()
-        began, ended = self.now, self.now + milliseconds
+        batch = self.ready
+        self.ready = set()
+        began = self.now
+        ended = self.now + milliseconds
         while self.now < ended:
             self.wait(ended - self.now)
         for sequence in batch:
@@ -174,7 +176,8 @@ def test_a_lead_alone_takes_no_page_of_others() -> None:
 
 async def test_a_lead_delays_no_other_sequence(llama: TinyModel) -> None:
     """A prompt that comes while a step of a lead runs is in the next step, beside the lead."""
-    may_go_on, is_held = threading.Event(), threading.Event()
+    may_go_on = threading.Event()
+    is_held = threading.Event()
     steps: list[int] = []
 
     def on_step(record: StepRecord) -> None:
@@ -184,7 +187,8 @@ async def test_a_lead_delays_no_other_sequence(llama: TinyModel) -> None:
             assert may_go_on.wait(10)
 
     async with started(RowEngine(llama.backends, EngineSettings(), on_step)) as engine:
-        leading, other = await engine.open(100), await engine.open(100)
+        leading = await engine.open(100)
+        other = await engine.open(100)
         greedy = TargetOptions("r", SamplingParams(temperature=0.0), 100)
         step = VerifyStep(Delta(0, [5, 6, 7]), RowKind.TOKEN, 1, lead=8)
         await engine.run(leading, RowRequest(step, greedy, on_led=lambda *_: None))

@@ -60,7 +60,8 @@ def new_sequence(
 
 def keys_of(token_ids: list[int], layer: int = 0) -> list[float]:
     """A number for each token that depends on all tokens before it and on the layer, exactly a float32."""
-    keys, key = [], 1
+    keys = []
+    key = 1
     for token_id in token_ids:
         key = (key * 31 + token_id + 1) % 1_000_003
         keys.append(key + layer / 4)
@@ -69,7 +70,8 @@ def keys_of(token_ids: list[int], layer: int = 0) -> list[float]:
 
 def compute(arena: KvArena, cache: PagedCache, sequence: Sequence, count: int) -> None:
     """Compute a step: write the next tokens' keys, then publish their pages."""
-    start, end = sequence.computed_length, sequence.computed_length + count
+    start = sequence.computed_length
+    end = sequence.computed_length + count
     for index, layer in enumerate(arena.layers):
         slots = torch.from_numpy(sequence.tables[layer.group].slots(start, end))
         keys = torch.tensor(keys_of(sequence.token_ids, index)[start:end])
@@ -81,7 +83,8 @@ def compute(arena: KvArena, cache: PagedCache, sequence: Sequence, count: int) -
 def stored(arena: KvArena, sequence: Sequence, index: int = 0) -> list[float]:
     """The keys that the next token sees in a layer."""
     layer = arena.layers[index]
-    table, end = sequence.tables[layer.group], sequence.computed_length
+    table = sequence.tables[layer.group]
+    end = sequence.computed_length
     first = 0 if table.window is None else max(0, end - table.window + 1)
     assert not end or table.first <= first // 64, "the page is still its own"
     slots = torch.from_numpy(table.slots(first, end))
@@ -192,14 +195,16 @@ class PagedCaches(RuleBasedStateMachine):
                 assert sequence.computed_length == 0, "it begins again"
                 continue
             for index in range(len(self.arena.layers)):
-                found, end = stored(self.arena, sequence, index), sequence.computed_length
+                found = stored(self.arena, sequence, index)
+                end = sequence.computed_length
                 assert found == keys_of(sequence.token_ids, index)[end - len(found) : end]
 
     @invariant()
     def no_page_is_lost_or_given_twice(self) -> None:
         if not hasattr(self, "cache"):
             return
-        pool, groups = self.cache._pool, self.arena.group_count
+        pool = self.cache._pool
+        groups = self.arena.group_count
         held = [page for sequence in self.sequences for table in sequence.tables for page in table.held_pages]
         self.seen["shared"] += len(held) > len(set(held))
         pages = range(self.arena.page_count)
@@ -238,7 +243,8 @@ def test_the_same_computed_twice_at_once_is_kept_once() -> None:
 
 def test_nobody_begins_with_the_last_pages_of_those_who_were_first() -> None:
     cache = PagedCache(new_arena(200))
-    first, second = new_sequence(20_000), new_sequence(20_000)
+    first = new_sequence(20_000)
+    second = new_sequence(20_000)
     first.apply(Delta(0, [3] * 64 * 190))
     assert cache.make_ready(first, first.length)
     second.apply(Delta(0, [4] * 64 * 9))
@@ -260,13 +266,16 @@ class _Counting:
 
     def take(self) -> int:
         """The count since the last call."""
-        count, self.token_count = self.token_count, 0
+        count = self.token_count
+        self.token_count = 0
         return count
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "deepseek_v3", "falcon"])
 async def test_a_reused_prefix_is_not_computed_again(family: str, tiny_model: MakeModel) -> None:
-    model, count, costs = tiny_model(family), _Counting(), []
+    model = tiny_model(family)
+    count = _Counting()
+    costs = []
     async with running(model.loaded, GreedyHead(), on_step=count) as engine:
         for prompt in ([*_PREFIX, 50], [*_PREFIX, 51], [*_PREFIX[:60], 52], [*_PREFIX, 50]):
             assert await greedy(engine, prompt, 8) == plain_greedy(model.reference, prompt, 8)
@@ -278,7 +287,8 @@ async def test_a_reused_prefix_is_not_computed_again(family: str, tiny_model: Ma
 @pytest.mark.parametrize("length", [40, 101], ids=["less than a page", "more than a page"])
 async def test_a_prefix_is_computed_anew_for_another_scope(length: int, llama: TinyModel) -> None:
     """Even while the sequence that computed it is still open."""
-    count, costs = _Counting(), []
+    count = _Counting()
+    costs = []
     prompt = [*_PREFIX, 50][:length]
     async with running(llama.loaded, GreedyHead(), on_step=count) as engine:
         first = await engine.open(length, scope="first")
@@ -293,7 +303,8 @@ async def test_a_prefix_is_computed_anew_for_another_scope(length: int, llama: T
 
 
 async def test_kept_prefixes_make_room_least_recently_used_first(llama: TinyModel) -> None:
-    count, costs = _Counting(), []
+    count = _Counting()
+    costs = []
     room = 2 * 128 * 4 * sum(layer.values_per_token for layer in llama.loaded.layers)
     first, second, third = ([id_] * 80 for id_ in (5, 6, 7))
     async with running(
@@ -387,7 +398,8 @@ SHAPES = {
     "Gemma-3-27B": [LayerGeometry(16, 128, 128, 1024 if (index + 1) % 6 else None) for index in range(62)],
     "GPT-OSS-120B": [LayerGeometry(8, 64, 64, None if index % 2 else 128) for index in range(36)],
 }
-TOKENS, PAGE = 32_768, 64
+TOKENS = 32_768
+PAGE = 64
 PLENTY = 1 << 40
 """Bytes. Whatever memory the machine has free is not looked at."""
 

@@ -146,7 +146,8 @@ async def test_a_long_stranger_does_not_change_a_short_text(tmp_path: Path) -> N
     async with running(
         load_model(tmp_path, device=DEVICE, dtype="float32"), RowsHead(), prefix_reuse=False
     ) as engine:
-        short, long = await engine.open(64), await engine.open(64)
+        short = await engine.open(64)
+        long = await engine.open(64)
         alone = await rows(engine, short, Delta(0, _LONG[:9]), 9)
         beside, _ = await asyncio.gather(
             rows(engine, short, Delta(0, _LONG[:9]), 9), rows(engine, long, Delta(0, _LONG), 60)

@@ -379,7 +379,8 @@ def test_any_damaged_file_loads_or_is_refused_in_one_sentence(
     llama: TinyModel, tmp_path: Path, name: str, seed: int
 ) -> None:
     folder = Path(shutil.copytree(llama.folder, tmp_path / "model", dirs_exist_ok=True))
-    path, rng = folder / name, random.Random(seed)
+    path = folder / name
+    rng = random.Random(seed)
     content = bytearray(path.read_bytes() if path.exists() else b'{"weight_map": {"a": "model.safetensors"}}')
     for _ in range(rng.randrange(1, 4)):
         place = rng.randrange(min(len(content), 3000) + 1) - 1
@@ -528,7 +529,8 @@ def test_at_most_a_shard_is_in_memory_beside_the_model(sharded: Path, device: st
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what earlier tests have freed would hold the model unseen
     before = _resident_bytes()
-    peak, ended = before, threading.Event()
+    peak = before
+    ended = threading.Event()
 
     def sample() -> None:
         nonlocal peak

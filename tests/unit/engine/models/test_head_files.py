@@ -286,7 +286,9 @@ def test_embedding_and_output_head_of_mtp_are_the_targets(tmp_path: Path) -> Non
     assert head.lm_head.weight.data_ptr() == module.get_output_embeddings().weight.data_ptr()
 
 
-HIDDEN_SIZE, LAYERS, VOCABULARY_SIZE = 576, 30, 49_152
+HIDDEN_SIZE = 576
+LAYERS = 30
+VOCABULARY_SIZE = 49_152
 END_OF_ANSWER = 2
 """`<|im_end|>`."""
 MAX_BYTES = 16 * 1000 * 1000
@@ -345,7 +347,8 @@ def angles(rotary: Any) -> Tensor:
     """Angles of the pairs of numbers at `POSITION`, in float64, from the numbers of a config."""
     parameters = rotary.config.rope_parameters
     assert parameters["rope_type"] == "default"
-    width, theta = 2 * len(rotary.inv_freq), float(parameters["rope_theta"])
+    width = 2 * len(rotary.inv_freq)
+    theta = float(parameters["rope_theta"])
     return POSITION / theta ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
 
 

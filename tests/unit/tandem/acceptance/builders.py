@@ -124,8 +124,11 @@ def accepting(decide: Decide) -> Accept:
     return lambda proposal, rows, sampling, noise: decide([Round(proposal, rows, sampling)], noise)[0]
 
 
-greedy, strict, residual = accepting(rules.greedy), accepting(rules.strict), accepting(rules.residual)
-block, logit_comparison = accepting(block_rule), accepting(rules.logit_comparison)
+greedy = accepting(rules.greedy)
+strict = accepting(rules.strict)
+residual = accepting(rules.residual)
+block = accepting(block_rule)
+logit_comparison = accepting(rules.logit_comparison)
 
 
 def typical(epsilon: float = 0.09, delta: float = 0.3) -> Accept:
@@ -143,4 +146,6 @@ def relax(rule: rules.TokenRule, thinking: Sequence[bool], top_k: int = 10, delt
     )
 
 
-BONUS, RECOVERED, NONE = NextToken.BONUS, NextToken.RECOVERED, NextToken.NONE
+BONUS = NextToken.BONUS
+RECOVERED = NextToken.RECOVERED
+NONE = NextToken.NONE

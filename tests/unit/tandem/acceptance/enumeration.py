@@ -168,7 +168,8 @@ def _edges(decide: Callable[[Sequence[float]], Hashable], dimension: int, axis: 
 
         # An edge found from another corner need not be searched again.
         for edge, next_edge in list(itertools.pairwise(edges)):
-            low, high = edge + NEAR_ZERO, next_edge - NEAR_ZERO
+            low = edge + NEAR_ZERO
+            high = next_edge - NEAR_ZERO
             if low < high:
                 edges.extend(_changes(along, low, high, along(low), along(high)))
         edges.sort()
@@ -204,7 +205,8 @@ def _round(setting: Setting, tokens: Tokens, proposed: Tokens) -> tuple[Proposal
     rows: list[SupportRow | DenseRow] = []
     for index in range(len(proposed)):
         prefix = tokens + proposed[:index]
-        draft_probs, target_probs = np.array(setting.draft(prefix)), np.array(setting.target(prefix))
+        draft_probs = np.array(setting.draft(prefix))
+        target_probs = np.array(setting.target(prefix))
         support = np.flatnonzero(draft_probs > 0)
         without = np.flatnonzero(draft_probs == 0)[: setting.extra_ids]
         requested = np.concatenate([without, support[::-1]])

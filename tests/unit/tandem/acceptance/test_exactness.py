@@ -300,9 +300,13 @@ def _row(target_probs: FloatArray, support: IntArray) -> SupportRow:
 @st.composite
 def rounds(draw: st.DrawFn) -> tuple[Proposal, Verification, list[FloatArray]]:
     count = draw(counts)
-    drawn, targets, rows, tokens = [], [], [], []
+    drawn = []
+    targets = []
+    rows = []
+    tokens = []
     for _ in range(count):
-        draft_probs, target_probs = _probs(draw(weights)), _probs(draw(weights))
+        draft_probs = _probs(draw(weights))
+        target_probs = _probs(draw(weights))
         ids = np.flatnonzero(draft_probs > 0)
         tokens.append(int(draw(st.sampled_from(ids.tolist()))))
         drawn.append(SparseDistribution(ids, draft_probs[ids]))

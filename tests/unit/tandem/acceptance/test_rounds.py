@@ -39,11 +39,15 @@ def shown(found: Acceptance | ProtocolError) -> Acceptance | str:
 
 def make_round(generator: np.random.Generator, count: int, size: int, likeness: float) -> Round:
     """A round whose target is like the draft to this degree, with numbers as they come off the wire."""
-    base_length, seed = int(generator.integers(1, 10_000)), int(generator.integers(-(2**62), 2**62))
-    drawn, rows, tokens = [], [], []
+    base_length = int(generator.integers(1, 10_000))
+    seed = int(generator.integers(-(2**62), 2**62))
+    drawn = []
+    rows = []
+    tokens = []
     for _ in range(count):
         ids = generator.permutation(VOCABULARY)[: size + 1]
-        support, outside = ids[:-1].astype(np.int64), int(ids[-1])
+        support = ids[:-1].astype(np.int64)
+        outside = int(ids[-1])
         draft_probs = generator.dirichlet(np.full(size, 0.3))
         target_probs = likeness * draft_probs + (1 - likeness) * generator.dirichlet(np.full(size, 0.3))
         mass = float(np.float32(generator.choice([0.0, 0.1, 0.9])))

@@ -139,7 +139,8 @@ def test_block_recovers_from_the_weighted_residual() -> None:
 def test_equal_distributions_recover_from_the_target(accept: Accept) -> None:
     """Only rounding can cause a rejection; the residual is then zero, and the token comes from the target."""
     probs = {4: 0.25, 5: 0.75}
-    given, rows = sampled((4, probs)), verification(support_row(probs), bonus_row(0))
+    given = sampled((4, probs))
+    rows = verification(support_row(probs), bonus_row(0))
     assert accept(given, rows, SAMPLED, uniforms(1 - 2.0**-53)).accepted_count == 1
     noise = uniforms(1.0)
     acceptance = accept(given, rows, SAMPLED, noise)
@@ -397,7 +398,8 @@ def test_a_shorter_proposal_uses_the_first_rates_and_a_longer_one_ends_with_them
 )
 def test_options_become_a_schedule(option: dict[str, Any], schedule: tuple[float, ...]) -> None:
     options = SpeculativeConfig(rejection_sampling_strategy="synthetic", num_speculative_tokens=3, **option)
-    rule, own = resolve(options, GREEDY), Round(proposal(1, 2, 3), token_rows(1, 2, 3, 9), GREEDY)
+    rule = resolve(options, GREEDY)
+    own = Round(proposal(1, 2, 3), token_rows(1, 2, 3, 9), GREEDY)
     for kept, rate in enumerate(schedule):
         at, below = ((*[-1.0] * kept, rate - less, 1.0, 1.0) for less in (0.0, 1e-9))
         assert rule.accept(own, uniforms(*at)).accepted_count == kept
@@ -405,7 +407,9 @@ def test_options_become_a_schedule(option: dict[str, Any], schedule: tuple[float
 
 
 RELAXED = {"use_relaxed_acceptance_for_thinking": True}
-TOKEN, SUPPORT, DENSE = RowKind.TOKEN, RowKind.SUPPORT, RowKind.DENSE
+TOKEN = RowKind.TOKEN
+SUPPORT = RowKind.SUPPORT
+DENSE = RowKind.DENSE
 RATE = {"rejection_sampling_strategy": "synthetic", "synthetic_acceptance_rate": 0.5}
 
 

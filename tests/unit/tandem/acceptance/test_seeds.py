@@ -126,7 +126,8 @@ def decided(
     return rule.accept(Round(proposal, verification, sampling, thinking))
 
 
-TARGET, DRAFT = ToyModel(1), ToyModel(2)
+TARGET = ToyModel(1)
+DRAFT = ToyModel(2)
 SAMPLING = [
     SamplingParams(temperature=1.0, seed=17),
     SamplingParams(temperature=0.7, top_k=5, top_p=0.9, seed=-(2**63)),
@@ -169,7 +170,8 @@ def test_the_token_after_the_run_is_the_argmax_over_the_whole_vocabulary() -> No
     """Target and coordinator race with the same keys: whoever knows the seed can compute it, as a draft does that
     anticipates the round."""
     rule = resolve(SpeculativeConfig(rejection_sampling_strategy="residual"), SAMPLING[0])
-    prompt, from_outside = (0, 0), 0
+    prompt = (0, 0)
+    from_outside = 0
     for seed in range(60):
         sampling = SamplingParams(temperature=1.0, seed=seed)
         proposal = propose(DRAFT, prompt, 2, rule.strategy.draft_row_kind, sampling)

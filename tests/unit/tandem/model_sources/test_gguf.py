@@ -92,7 +92,8 @@ def test_a_converted_model_has_the_same_logits_and_tokens(tmp_path: Path) -> Non
     assert checkpoint.architecture == "LlamaForCausalLM"
     assert checkpoint.eos_token_ids == (0,)
     assert checkpoint.config["rms_norm_eps"] == 1e-6
-    own, stored = model.state_dict(), load_file(folder / "model.safetensors")
+    own = model.state_dict()
+    stored = load_file(folder / "model.safetensors")
     assert own.keys() - stored.keys() == {"lm_head.weight"}, "tied to the embedding"
     assert all(torch.equal(own[name], each.float()) for name, each in stored.items())
 

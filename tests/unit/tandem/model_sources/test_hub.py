@@ -64,7 +64,8 @@ def routes(repositories: Mapping[str, Mapping[str, Files]]) -> dict[str, tuple[d
 @contextmanager
 def serving(repositories: Mapping[str, Mapping[str, Files]], gated: str) -> Iterator[Hub]:
     """Serve the repositories on a free port, beside one that is gated."""
-    known, fetched = routes(repositories), list[str]()
+    known = routes(repositories)
+    fetched = list[str]()
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002

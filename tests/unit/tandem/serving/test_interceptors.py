@@ -161,7 +161,8 @@ async def test_a_client_that_goes_during_a_message_leaves_nothing_in_the_log(
 
 SECONDS = 10.0
 TOKEN = "the-token-of-clients"
-CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+CHECK = "/grpc.health.v1.Health/Check"
+WATCH = "/grpc.health.v1.Health/Watch"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 

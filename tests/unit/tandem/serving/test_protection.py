@@ -32,7 +32,8 @@ from tandem_coordinator.settings.coordinator import CoordinatorSettings
 from tests.certificates import Files, issued
 from tests.unit.tandem.serving.served import Scripted, health_of, refusal, running, texts_from, texts_on
 
-CLIENT, ADMIN = "the-token-of-clients", "the-token-of-admins"
+CLIENT = "the-token-of-clients"
+ADMIN = "the-token-of-admins"
 BOTH = Tokens((CLIENT,), (ADMIN,))
 ONLY_CLIENT = Tokens((CLIENT,))
 ONLY_ADMIN = Tokens((), (ADMIN,))
@@ -209,7 +210,8 @@ def test_tokens_are_never_shown() -> None:
     assert settings.service_credentials.token == CLIENT
 
 
-UNAVAILABLE, UNAUTHENTICATED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +314,8 @@ def renew_once_half_is_read(monkeypatch: pytest.MonkeyPatch, served: Files, rene
 async def test_certificate_and_key_of_two_renewals_are_never_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    served, next_ = issued(tmp_path / "served"), issued(tmp_path / "next")
+    served = issued(tmp_path / "served")
+    next_ = issued(tmp_path / "next")
     before = Credentials(ca_file=tmp_path / "before.pem", token=CLIENT)
     (tmp_path / "before.pem").write_bytes(served.ca.read_bytes())
     async with running(Scripted(), capsys, **tls_options(served), auth_token=CLIENT) as address:
@@ -327,7 +330,8 @@ async def test_certificate_and_key_of_two_renewals_are_never_served(
 async def test_renewed_tokens_apply_to_the_next_call(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    served, shown = tmp_path / "served", tmp_path / "shown"
+    served = tmp_path / "served"
+    shown = tmp_path / "shown"
     served.write_text(f"{CLIENT}\n", encoding="utf-8")
     shown.write_text(CLIENT, encoding="utf-8")
     new = "a-token-that-is-new"
@@ -383,7 +387,8 @@ def test_the_warning_comes_daily_and_at_expiry(tmp_path: Path, caplog: pytest.Lo
     path = issued(tmp_path, trustme.CA(), not_after=NOW + 1.5 * DAY).cert
     assert warn_of_expiry([path], NOW - WARNING_TIME) == DAY
     assert words(caplog) == []
-    seen, now = [], NOW
+    seen = []
+    now = NOW
     while now < NOW + 4 * DAY:
         now += warn_of_expiry([path], now)
         seen += words(caplog)

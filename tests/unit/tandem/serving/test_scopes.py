@@ -43,7 +43,8 @@ def test_an_address_is_a_caller_of_one_coordinator() -> None:
 
 def test_the_operator_shares_one_kind_and_a_salt_stays_apart() -> None:
     shared = CallerScopes(SERVICES, [SUFFIX])
-    one, other = shared.of(token=CALLER), shared.of(token="the-token-of-another")
+    one = shared.of(token=CALLER)
+    other = shared.of(token="the-token-of-another")
     assert one.suffix == other.suffix
     assert one.prefix != other.prefix
     assert shared.of(token=CALLER, salt="a").suffix != one.suffix

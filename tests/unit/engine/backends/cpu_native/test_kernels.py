@@ -119,7 +119,8 @@ def test_without_a_compiler_torch_computes_unless_kernels_are_demanded(
     llama: TinyModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", "/nonexistent/c++")
-    model, reason = load_model(llama.folder, dtype="float32"), "no C++ compiler: /nonexistent/c++ not found"
+    model = load_model(llama.folder, dtype="float32")
+    reason = "no C++ compiler: /nonexistent/c++ not found"
     with caplog.at_level(logging.WARNING):
         assert choose_backends(model).native is None
     assert [vars(record)["reason"] for record in caplog.records if "kernels" in record.message] == [reason]
@@ -141,7 +142,8 @@ def test_kernels_that_sample_otherwise_than_torch_are_not_used(
 
 aten: Any = torch.ops.aten
 
-_FLOAT, _NARROW = torch.float32, torch.bfloat16
+_FLOAT = torch.float32
+_NARROW = torch.bfloat16
 _UNARY = [aten.neg.default, aten.silu.default, aten.rsqrt.default]
 
 

@@ -54,7 +54,9 @@ def _reference_bits(seed: int, position: int, purpose: int, round_base: int, tok
 @pytest.mark.parametrize("seed", EXTREME)
 @pytest.mark.parametrize("purpose", Purpose)
 def test_bits_agree_with_the_definition(seed: int, purpose: Purpose) -> None:
-    position, round_base, token_id = 123_456, 123_450, 127_999
+    position = 123_456
+    round_base = 123_450
+    token_id = 127_999
     bits = _reference_bits(seed, position, purpose, round_base, token_id)
     expected = ((bits >> 11) | 1) / 2**53
     key = stream_key(seed, position, purpose, round_base)
@@ -64,7 +66,8 @@ def test_bits_agree_with_the_definition(seed: int, purpose: Purpose) -> None:
 
 
 def test_numpy_and_torch_have_the_same_bits() -> None:
-    seeds, positions = np.array(EXTREME), np.arange(7)
+    seeds = np.array(EXTREME)
+    positions = np.arange(7)
     keys = stream_keys(seeds, positions, Purpose.PROPOSAL, 5)
     torch_keys = stream_keys(torch.tensor(seeds), torch.tensor(positions), Purpose.PROPOSAL, 5)
     np.testing.assert_array_equal(torch_keys.numpy(), keys)
@@ -89,7 +92,8 @@ def test_ids_have_the_same_noise_alone_as_among_all() -> None:
 
 @pytest.mark.parametrize("seed", EXTREME)
 def test_arrays_and_scalars_agree(seed: int) -> None:
-    seeds, positions = np.array([seed]), np.arange(40, 44)
+    seeds = np.array([seed])
+    positions = np.arange(40, 44)
     np.testing.assert_array_equal(target_keys(seed, 40, 4), stream_keys(seeds, positions, Purpose.TARGET))
     keys = stream_keys(seeds, positions, Purpose.PROPOSAL, 40)
     recovering = stream_keys(seeds, positions, Purpose.RECOVERY, 40)
@@ -198,7 +202,8 @@ def test_first_values_are_uniform_and_independent_along_seeds_and_rounds() -> No
 
 def test_the_statistical_tests_detect_dependence() -> None:
     """Streams that share half of their values, or a distribution that is off by two per cent, must fail."""
-    one, other = STREAMS["one"], STREAMS["proposal"].copy()
+    one = STREAMS["one"]
+    other = STREAMS["proposal"].copy()
     other[: VALUES // 2] = one[: VALUES // 2]
     with pytest.raises(AssertionError):
         _assert_independent(one, other)

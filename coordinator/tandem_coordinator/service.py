@@ -84,6 +84,7 @@ class CoordinatorService(Service):
         return await self.administration.status()
 
     async def metrics(self) -> bytes | None:
+        await self.replicas.ask_for_statistics()
         return self.observer.prometheus_text()
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -113,7 +114,7 @@ class CoordinatorService(Service):
         defaults = self.replicas.fleet.sampling_defaults
         models = Models(target_info, None, encoder, self._grammars, defaults)
         completions.connect(self.replicas, models)
-        self.observer.ready(target_info.name, self._state)
+        self.observer.ready(target_info.name, self._state, self.replicas.ask_for_statistics)
         # Without HTTP the process of the template starts with the first chat.
         await self.chats.meet(target_info.name, files, is_checked=self.http is not None)
         ready = [shot for shot in self.replicas.snapshots() if shot.state is ReplicaState.READY]
@@ -173,6 +174,8 @@ class CoordinatorService(Service):
             self.replicas.snapshots(),
             [*describe_decisions(completions.speculation)],
             completions.stats.round_counts(),
+            completions.admission.rejections,
+            self.replicas.engines(),
         )
 
     def _start_http(self) -> None:

@@ -16,7 +16,7 @@ from tandem.telemetry.streams import NO_SERVICE_OBSERVER, ServiceObserver
 from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceServicer
 from tandem.wire import draft as wire
-from tandem.wire.common import COVERAGE, model_info_to_proto
+from tandem.wire.common import COVERAGE, model_info_to_proto, statistics_to_proto
 from tandem_draft.proposers import Proposer
 
 SequenceT = TypeVar("SequenceT")
@@ -116,6 +116,9 @@ class DraftServicer(DraftServiceServicer):
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context
     ) -> draft_pb2.DraftServiceGetModelInfoResponse:
         info = replace(self.proposer.model_info, instance_id=self.streams.instance_id)
+        usage = self.proposer.kv_usage()
         return draft_pb2.DraftServiceGetModelInfoResponse(
-            model_info=model_info_to_proto(info), load=wire.LOAD.to_proto(self.load.now)
+            model_info=model_info_to_proto(info),
+            load=wire.LOAD.to_proto(self.load.now),
+            statistics=None if usage is None else statistics_to_proto(usage.statistics),
         )

@@ -31,6 +31,7 @@ from tandem.model.leading import Leading, decided_outcome, read_outcome
 from tandem.model.sampling.noise import recovery_keys, target_keys
 from tandem.model.types import (
     Acceptance,
+    EngineStatistics,
     GoesOn,
     IntArray,
     ModelInfo,
@@ -38,6 +39,7 @@ from tandem.model.types import (
     RowKind,
     StepProfile,
     TargetOptions,
+    TokenHistogram,
     Verification,
     VerifyStep,
 )
@@ -278,6 +280,24 @@ class KvUsage:
     """Tokens that new sequences began with, as far as they could have been computed before."""
     prefix_hit_tokens: int = 0
     """Those of them that had been."""
+    page_tokens: int = 0
+    """Room of a page; 0 where there are none."""
+    reuses_prefixes: bool = False
+    step_tokens: TokenHistogram = field(default_factory=TokenHistogram)
+    """Steps since the warm-up, by the tokens that they computed."""
+
+    @property
+    def statistics(self) -> EngineStatistics:
+        """The part that a service tells its callers."""
+        return EngineStatistics(
+            kv_cache_tokens=self.total_tokens,
+            reserved_tokens=self.reserved_tokens,
+            page_tokens=self.page_tokens,
+            reuses_prefixes=self.reuses_prefixes,
+            prefix_query_tokens=self.prefix_query_tokens,
+            prefix_hit_tokens=self.prefix_hit_tokens,
+            step_tokens=self.step_tokens,
+        )
 
 
 class RunningModel(Protocol):

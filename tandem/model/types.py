@@ -568,6 +568,41 @@ class OwnHead(NamedTuple):
     max_tokens: int
 
 
+TOKEN_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
+"""Upper ends of the buckets in which numbers of tokens are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenHistogram:
+    """Things, such as the steps of an engine, counted by their number of tokens."""
+
+    upper_bounds: tuple[int, ...] = TOKEN_BOUNDS
+    counts: tuple[int, ...] = (0,) * (len(TOKEN_BOUNDS) + 1)
+    """Things in each bucket, and then those above the last bound."""
+    token_sum: int = 0
+    """Tokens of all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """Counts and present values of a service's engine, with the sequences of all its callers together. Counts begin
+    again with the process, and with other weights."""
+
+    kv_cache_tokens: int
+    """Room of the KV cache."""
+    reserved_tokens: int
+    """Of it, the pages that open sequences hold."""
+    page_tokens: int
+    """Room of a page; 0 for a cache without pages."""
+    reuses_prefixes: bool
+    prefix_query_tokens: int
+    """Count of the tokens that sequences looked up in the prefix cache."""
+    prefix_hit_tokens: int
+    """Count of those of them that it held."""
+    step_tokens: TokenHistogram
+    """Steps, by the tokens that they computed."""
+
+
 @dataclass(frozen=True, slots=True)
 class DraftLoad:
     """How busy a draft service is, with the sequences of all its callers."""

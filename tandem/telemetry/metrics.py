@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, product
@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from tandem.errors import ConfigurationError
+from tandem.model.types import TOKEN_BOUNDS
 from tandem.telemetry.settings import TelemetryOptions
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ STEP_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05
 """A part of a round, from a short computation to a lost peer."""
 LATENCY_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
 """Seconds that a client waits."""
-TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
+TOKENS = TOKEN_BOUNDS
 """Upper ends of the buckets for counts."""
 
 
@@ -136,12 +137,19 @@ def family(
     return made
 
 
-def on_loop(read: Callable[[], ValueT]) -> Callable[[], ValueT | None]:
-    """A function that calls `read` on this event loop, from any thread; None where the loop has ended or is held up."""
+def on_loop(
+    read: Callable[[], ValueT], refresh: Callable[[], Awaitable[None]] | None = None
+) -> Callable[[], ValueT | None]:
+    """A function that calls `read` on this event loop, from any thread; None where the loop has ended or is held up.
+
+    Other threads have `refresh` awaited before. On the loop's own thread nothing can be: it calls `read` alone.
+    """
     loop = asyncio.get_running_loop()
     own_thread = threading.get_ident()
 
     async def on_this_loop() -> ValueT:
+        if refresh is not None:
+            await refresh()
         return read()
 
     def from_any_thread() -> ValueT | None:
@@ -192,15 +200,27 @@ _VLLM_NAMES = {
         "num_requests_waiting_by_reason", "prompt_tokens_cached", "prompt_tokens_by_source", "prefix_cache_queries",
         "prefix_cache_hits", "request_inference_time_seconds", "request_decode_time_seconds", "request_params_n",
         "request_params_max_tokens", "request_max_num_generation_tokens", "request_num_preemptions",
-        "request_prefill_kv_computed_tokens",
+        "request_prefill_kv_computed_tokens", "admission_rejections",
     )},
 }  # fmt: skip
 """The metrics that vLLM 0.33 has (vllm/v1/metrics/loggers.py)."""
+_VLLM_ENGINE_NAMES = {
+    "tandem_replica_engine_batch_tokens": "vllm:iteration_tokens_total",
+    **{f"tandem_replica_{name}": f"vllm:{name}" for name in (
+        "kv_cache_usage_perc", "cache_config_info", "prefix_cache_queries", "prefix_cache_hits",
+    )},
+}  # fmt: skip
+"""Those of its engines: each target is one."""
+_VLLM_REASONS = {"max_queued_requests": "max_num_queued_reqs"}
+"""Its names of the limits on requests."""
 
 
 def as_vllm(families: Iterable[Metric]) -> Iterator[Metric]:
     """Metrics under vLLM's names, where it has them. It counts positions from 0, and only requests that ended well."""
     for family in families:
+        if family.name in _VLLM_ENGINE_NAMES:
+            yield from _engines_as_vllm(family)
+            continue
         if (name := _VLLM_NAMES.get(family.name)) is None:
             yield family
             continue
@@ -211,11 +231,31 @@ def as_vllm(families: Iterable[Metric]) -> Iterator[Metric]:
                 labels["finished_reason"] = labels.pop("outcome")
                 if labels["finished_reason"] not in ("stop", "length"):
                     continue
+            if family.name == "tandem_admission_rejections":
+                labels["reason"] = _VLLM_REASONS.get(labels["reason"], labels["reason"])
             if (position := labels.get("position", "")).isdecimal():
                 labels["position"] = str(int(position) - 1)
             suffix = sample.name.removeprefix(family.name)
             renamed.samples.append(sample._replace(name=f"{name}{suffix}", labels=labels))
         yield renamed
+
+
+def _engines_as_vllm(family: Metric) -> Iterator[Metric]:
+    """A metric of all replicas: the targets' under vLLM's name, the drafts' under its own."""
+    name = _VLLM_ENGINE_NAMES[family.name]
+    of_targets = Metric(name, family.documentation, family.type)
+    of_drafts = Metric(family.name, family.documentation, family.type)
+    for sample in family.samples:
+        labels = dict(sample.labels)
+        if labels.pop("role") != "target":
+            of_drafts.samples.append(sample)
+            continue
+        del labels["address"]
+        suffix = sample.name.removeprefix(family.name)
+        of_targets.samples.append(sample._replace(name=f"{name}{suffix}", labels=labels))
+    yield of_targets
+    if of_drafts.samples:
+        yield of_drafts
 
 
 def _without(samples: Sequence[Sample], left_out: Set[str]) -> Iterable[Sample]:

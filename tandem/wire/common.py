@@ -16,6 +16,7 @@ from tandem.model.types import (
     Coverage,
     Delta,
     DraftedOutcomes,
+    EngineStatistics,
     Float32Array,
     Grammar,
     IntArray,
@@ -28,6 +29,7 @@ from tandem.model.types import (
     SparseDistribution,
     StepCost,
     StepProfile,
+    TokenHistogram,
     Weights,
 )
 from tandem.serving.scopes import MAX_SCOPE_LENGTH
@@ -328,6 +330,39 @@ def model_info_from_proto(message: types_pb2.ModelInfo) -> ModelInfo:
             raise ProtocolError(f"{name} of the model is {value}; it must be at least 0")
     info = _MODEL_INFO.from_proto(message)
     return info if info.tensor_parallel_size else replace(info, tensor_parallel_size=1)
+
+
+_HISTOGRAM: Converter[TokenHistogram, types_pb2.TokenHistogram] = Converter(
+    TokenHistogram, types_pb2.TokenHistogram
+)
+_STATISTICS: Converter[EngineStatistics, types_pb2.EngineStatistics] = Converter(
+    EngineStatistics, types_pb2.EngineStatistics, _HISTOGRAM
+)
+statistics_to_proto = _STATISTICS.to_proto
+_MAX_BOUNDS = 64
+
+
+def statistics_from_proto(message: types_pb2.EngineStatistics) -> EngineStatistics:
+    """What a service's engine counts."""
+    check_message(message)
+    statistics = _STATISTICS.from_proto(message)
+    steps = statistics.step_tokens
+    bounds = steps.upper_bounds
+    if len(bounds) > _MAX_BOUNDS:
+        raise ProtocolError(f"step_tokens has {len(bounds)} upper_bounds; it must have at most {_MAX_BOUNDS}")
+    if len(steps.counts) != len(bounds) + 1:
+        raise ProtocolError(
+            f"step_tokens has {len(steps.counts)} counts for {len(bounds)} upper_bounds; it must have one more"
+        )
+    if list(bounds) != sorted(set(bounds)):
+        raise ProtocolError("upper_bounds of step_tokens do not ascend; each must be above the one before")
+    numbers = [
+        getattr(message, field.name) for field in message.DESCRIPTOR.fields if field.message_type is None
+    ]
+    lowest = min(*numbers, *bounds, *steps.counts, steps.token_sum)
+    if lowest < 0:
+        raise ProtocolError(f"a number of the engine's statistics is {lowest}; it must be at least 0")
+    return statistics
 
 
 MODEL_INFO = Codec(ModelInfo, _MODEL_INFO.encode, model_info_from_proto)

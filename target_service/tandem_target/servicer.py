@@ -14,7 +14,7 @@ from tandem.telemetry.streams import NO_SERVICE_OBSERVER, ServiceObserver
 from tandem.v1 import target_pb2
 from tandem.v1.target_pb2_grpc import TargetServiceServicer
 from tandem.wire import target as wire
-from tandem.wire.common import file_parts, model_info_to_proto
+from tandem.wire.common import file_parts, model_info_to_proto, statistics_to_proto
 
 if TYPE_CHECKING:
     from tandem_target.verifier import Verifier
@@ -110,10 +110,10 @@ class TargetServicer(TargetServiceServicer):
     async def GetModelInfo(
         self, request: target_pb2.TargetServiceGetModelInfoRequest, context: Context
     ) -> target_pb2.TargetServiceGetModelInfoResponse:
+        info = replace(self.verifier.model_info, instance_id=self.streams.instance_id)
         return target_pb2.TargetServiceGetModelInfoResponse(
-            model_info=model_info_to_proto(
-                replace(self.verifier.model_info, instance_id=self.streams.instance_id)
-            )
+            model_info=model_info_to_proto(info),
+            statistics=statistics_to_proto(self.verifier.kv_usage().statistics),
         )
 
     async def GetTokenizer(

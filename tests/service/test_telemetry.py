@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 from opentelemetry.trace import SpanKind, StatusCode
 from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
 
+from tandem.engine.interface import KvUsage
 from tandem.model.types import (
     DraftedOutcomes,
     GenerationRequest,
@@ -28,18 +30,30 @@ from tandem.model.types import (
     Verification,
     VerifyStep,
 )
+from tandem.serving.interceptors import Context
 from tandem.telemetry.process import OtlpExports
 from tandem.telemetry.service import ObservedService
 from tandem.telemetry.settings import TelemetryOptions
 from tandem.v1 import generation_pb2_grpc
+from tandem.v1.target_pb2 import TargetServiceGetModelInfoRequest, TargetServiceGetModelInfoResponse
 from tandem.wire.generation import chunk_from_proto, request_to_proto
 from tandem_coordinator.controller import DraftAhead, RequestController
 from tandem_coordinator.telemetry.observed import ObservedRequests
+from tandem_coordinator.transport.target_client import TargetClient
 from tandem_draft.servicer import DraftServicer
 from tandem_target.servicer import TargetServicer
 from tests.paths import DEMO_TARGET
 from tests.service.clients import until
-from tests.service.fakes import FakeDraft, FakeTarget, coordinator, counting, paced, serving, settings_for
+from tests.service.fakes import (
+    FakeDraft,
+    FakeTarget,
+    Served,
+    coordinator,
+    counting,
+    paced,
+    serving,
+    settings_for,
+)
 
 CONVENTIONS = json.loads(
     (Path(__file__).parents[1] / "unit/tandem/telemetry/gen_ai_conventions.json").read_text()
@@ -79,6 +93,11 @@ class Scripted:
     @asynccontextmanager
     async def sequence(self, *_: object) -> AsyncIterator[Scripted]:
         yield Scripted(self._fake)
+
+    def kv_usage(self) -> KvUsage:
+        """That of the fake."""
+        usage: KvUsage = self._fake.kv_usage()
+        return usage
 
     async def propose(self, step: ProposeStep) -> Proposal:
         self._fake.apply(self._tokens, step.delta)
@@ -360,3 +379,97 @@ async def test_only_sampled_requests_make_spans() -> None:
         await all_ended(cluster, 8)
         assert {span.context.trace_id for span in cluster.spans if span.context} == {int(TRACE, 16)}
         assert len([span for span in cluster.spans if span.name == "text_completion fake"]) == 1
+
+
+@asynccontextmanager
+async def scraped(target: str) -> AsyncIterator[Callable[[str], Awaitable[float | None]]]:
+    """Run a coordinator over this target; yield what reads one of its metrics of the first engine as a client does."""
+    settings = settings_for(target)
+    observer = ObservedRequests(settings)
+    async with coordinator(settings, observer) as (_, service):
+
+        async def read(name: str) -> float | None:
+            text = await service.metrics()
+            assert text is not None
+            at = MODEL | {"role": "target", "address": target, "engine": "0"}
+            samples = (
+                sample.value
+                for metric in text_string_to_metric_families(text.decode())
+                for sample in metric.samples
+                if sample.name == f"tandem_replica_{name}" and sample.labels == at
+            )
+            return next(samples, None)
+
+        yield read
+
+
+QUERIES = "prefix_cache_queries_total"
+USAGE = "kv_cache_usage_perc"
+
+
+async def test_whoever_reads_metrics_sees_what_the_engine_says_now() -> None:
+    target = FakeTarget()
+    target.usage = KvUsage(1000, 0, 0, 0, 0, prefix_query_tokens=70)
+    async with serving(target) as (address, _), scraped(address) as read:
+        assert await read(USAGE) == 0
+        assert await read(QUERIES) == 0, "it was counted before the coordinator came"
+        target.usage = KvUsage(1000, 250, 0, 0, 0, prefix_query_tokens=100)
+        assert await read(USAGE) == 0.25
+        assert await read(QUERIES) == 30
+
+
+async def test_counts_of_an_engine_go_on_when_its_service_starts_again() -> None:
+    before = FakeTarget()
+    after = FakeTarget()
+    first = Served(before)
+    await first.start()
+    second = Served(after, host=first.host, port=first.port)
+    async with scraped(first.address) as read:
+        before.usage = KvUsage(1000, 500, 0, 0, 0, prefix_query_tokens=40)
+        assert await read(QUERIES) == 40
+        await first.stop()
+        assert await read(QUERIES) == 40
+        await await_value(read, USAGE, None)
+        await second.start()
+        await await_value(read, USAGE, 0.0)
+        assert await read(QUERIES) == 40
+        after.usage = KvUsage(1000, 0, 0, 0, 0, prefix_query_tokens=2)
+        assert await read(QUERIES) == 42
+    await second.stop()
+
+
+async def await_value(read: Callable[[str], Awaitable[float | None]], name: str, value: float | None) -> None:
+    """Wait until the metric has this value."""
+    async with asyncio.timeout(20.0):
+        found = await read(name)
+        while found != value:
+            await asyncio.sleep(0.05)
+            found = await read(name)
+
+
+async def test_a_service_that_does_not_say_what_its_engine_counts_has_no_such_metrics() -> None:
+    class Older(FakeTarget):
+        async def GetModelInfo(  # noqa: N802
+            self, request: TargetServiceGetModelInfoRequest, context: Context
+        ) -> TargetServiceGetModelInfoResponse:
+            answer = await super().GetModelInfo(request, context)
+            answer.ClearField("statistics")
+            return answer
+
+    async with serving(Older()) as (address, _), scraped(address) as read:
+        assert [await read(name) for name in (USAGE, QUERIES)] == [None, None]
+
+
+async def test_a_service_that_hangs_keeps_nobody_from_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = FakeTarget()
+    async with serving(target) as (address, _), scraped(address) as read:
+        target.usage = KvUsage(1000, 250, 0, 0, 0)
+        assert await read(USAGE) == 0.25
+        waiting = asyncio.Event()
+
+        async def hang(*_: object) -> None:
+            await waiting.wait()
+
+        monkeypatch.setattr(TargetClient, "model_info", hang)
+        async with asyncio.timeout(5.0):
+            assert await read(USAGE) == 0.25

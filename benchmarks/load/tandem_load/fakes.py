@@ -22,6 +22,7 @@ import uvloop
 from pydantic import Field
 
 from tandem.config.settings import ServerSettings, load_settings
+from tandem.engine.interface import KvUsage
 from tandem.model.types import (
     Delta,
     DenseRow,
@@ -90,10 +91,15 @@ class Fake:
         self.verifier: Any = self
         self.proposer: Any = self
         self.streams = SequenceStreams()
+        self.usage = KvUsage(0, 0, 0, 0, 0)
         self.opened = 0
         self.finished = 0
         self.running = 0
         self.longest = 0  # tokens of a sequence so far
+
+    def kv_usage(self) -> KvUsage:
+        """Return the usage of the KV cache that it pretends to have."""
+        return self.usage
 
     def begin(self, max_length: int) -> list[int]:
         """Begin a sequence, which must not be longer than the model can read; return its tokens."""

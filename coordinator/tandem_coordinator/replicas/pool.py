@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Generic, TypeVar
 
 import grpc
@@ -31,6 +32,7 @@ from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, SERVICE_OPTIONS, op
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem.telemetry.logs import escape, log_fault
 from tandem_coordinator.replicas.hangs import UnansweredSteps, VerificationTimes
+from tandem_coordinator.stats.engines import EngineTally
 from tandem_coordinator.stats.rounds import RoundTally
 from tandem_coordinator.stats.speculation import MovingAverage, MovingMedian
 from tandem_coordinator.transport.draft_client import DraftClient
@@ -51,6 +53,8 @@ POLL_SECONDS = 0.1
 """Interval of health checks for a replica that does not serve."""
 _PING_SECONDS = 1.0
 """Interval of health checks for a replica that serves, beside its Watch, and the time that one may take before."""
+_STATISTICS_SECONDS = 0.5
+"""Time that a replica has to say what its engine counts, for which whoever reads metrics waits."""
 UNANSWERED_SECONDS = 5.0
 """A replica without an answer for so long gets no new sequences. Its streams end by keepalive, somewhat later."""
 
@@ -70,6 +74,9 @@ class Member(Generic[ClientT]):
         self.round_trip = MovingMedian()
         self.step = MovingAverage()
         self.tally = RoundTally()
+        self.engine = EngineTally()
+        self.number = pool.find_free_number()
+        """Tells it from the pool's other members, from 0 on, as vLLM numbers engines. A later one may have it again."""
         self.open_sequences = 0
         self.is_missed = False
         """True if its name did not include it at the last resolution."""
@@ -280,7 +287,7 @@ class Member(Generic[ClientT]):
         """Ask for its model. True if the model fits."""
         try:
             async with asyncio.timeout(UNANSWERED_SECONDS):
-                model = await self.client.model_info()
+                model = await self._ask_for_model()
         except OtherServiceError as error:
             await self._refuse(str(error))
             return False
@@ -309,6 +316,22 @@ class Member(Generic[ClientT]):
         self._must_answer_probe = False
         self._become(ReplicaState.READY, "")
         return True
+
+    async def _ask_for_model(self) -> ModelInfo:
+        """Ask for its model, and take what its engine counts, which comes along."""
+        client = self.client
+        model = await client.model_info()
+        if client.statistics is not None:
+            self.engine.take(client.statistics, model.instance_id)
+        return model
+
+    async def ask_for_statistics(self) -> None:
+        """Ask what its engine counts by now. Where it does not answer at once, the last answer stays."""
+        if self._state not in (ReplicaState.READY, ReplicaState.DRAINING):
+            return
+        with suppress(TandemError, TimeoutError):
+            async with asyncio.timeout(_STATISTICS_SECONDS):
+                await self._ask_for_model()
 
     async def _refuse(self, reason: str) -> None:
         """Leave it alone until it no longer serves: it may come back with another model, or as another service."""
@@ -348,7 +371,7 @@ class Member(Generic[ClientT]):
             # that nobody asks, because of its weights, may have loaded others between two looks at its health.
             if self.open_sequences == 0 and (self._pool.role is Role.DRAFT or self.outdated_because):
                 async with asyncio.timeout(UNANSWERED_SECONDS):
-                    model = await self.client.model_info()
+                    model = await self._ask_for_model()
                 if self.model is not None and model.weights != self.model.weights:
                     return  # meet it again
 
@@ -450,6 +473,11 @@ class Pool(Generic[ClientT]):
             self._refreshing.cancel()
             await asyncio.gather(self._refreshing, return_exceptions=True)
         await asyncio.gather(*(member.close() for member in self.members.values()))
+
+    def find_free_number(self) -> int:
+        """The lowest number that no member has."""
+        taken = {member.number for member in self.members.values()}
+        return next(number for number in count() if number not in taken)
 
     def drain(self, address: str) -> None:
         """Send no new sequences to this address until it is resumed, even if another replica takes it over.

@@ -25,6 +25,7 @@ from tandem_coordinator.replicas.pool import ClientT, Pool
 from tandem_coordinator.settings.coordinator import CoordinatorSettings
 from tandem_coordinator.settings.sampling import SamplingPolicy
 from tandem_coordinator.stats.rounds import RoundEnded
+from tandem_coordinator.telemetry.observer import ReplicaEngine
 from tandem_coordinator.transport.draft_client import DraftClient
 from tandem_coordinator.transport.target_client import TargetClient
 
@@ -65,6 +66,8 @@ class ReplicaRegistry:
         )
         """Has no members when the target works alone."""
         self._watching: asyncio.Task[None] | None = None
+        self._asking: asyncio.Task[None] | None = None
+        """Asks for statistics."""
 
     async def start(self, waits: Callable[[str], None] = lambda _: None) -> None:
         """Return once there is a target and, where drafts are configured, a matching draft or none in time."""
@@ -111,10 +114,32 @@ class ReplicaRegistry:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
+        if self._asking is not None:
+            await self._asking
         await asyncio.gather(self.targets.close(), self.drafts.close())
 
     def snapshots(self) -> list[ReplicaSnapshot]:
         return [*self.targets.snapshots(), *self.drafts.snapshots()]
+
+    async def ask_for_statistics(self) -> None:
+        """Ask every replica what its engine counts by now. Those who want to know at the same time share an answer."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask_all_for_statistics())
+        await asyncio.shield(self._asking)
+
+    async def _ask_all_for_statistics(self) -> None:
+        asking = [target.ask_for_statistics() for target in self.targets.members.values()]
+        asking += [draft.ask_for_statistics() for draft in self.drafts.members.values()]
+        await asyncio.gather(*asking)
+
+    def engines(self) -> dict[tuple[Role, str], ReplicaEngine]:
+        """What the engines last said, with their counts since they were met, by role and address."""
+        found = {}
+        for role in Role:
+            for address, member in self.pool(role).members.items():
+                if (statistics := member.engine.statistics) is not None:
+                    found[role, address] = ReplicaEngine(member.number, statistics)
+        return found
 
     def round_ended(self, result: RoundEnded) -> None:
         target = self.targets.members.get(result.target_address or "")

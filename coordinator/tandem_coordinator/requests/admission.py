@@ -19,6 +19,10 @@ RETRY_SECONDS = 1.0
 """Time after which to try again, for a refusal that cannot tell when there will be room."""
 MAX_BATCHES = 32
 """Maximum batches at once. Each may keep `batch.MAX_UNREAD_BYTES` of results for a caller that does not read."""
+QUEUE = "max_queued_requests"
+PER_PEER = "max_streams_per_peer"
+BATCHES = "max_batches"
+"""Limits that a request may meet."""
 LARGE_BYTES = 16 << 10
 """Parsing a larger message takes a turn. Protobuf and pydantic parse a smaller one in at most 3 ms."""
 
@@ -65,6 +69,8 @@ class Admission:
         self._preparing = 0
         """Requests whose prompts are made before they ask for a place."""
         self._held_seconds = MovingAverage()
+        self.rejections = dict.fromkeys((QUEUE, PER_PEER, BATCHES), 0)
+        """Requests that found no room, by the limit that they met."""
 
     @property
     def running(self) -> int:
@@ -81,6 +87,7 @@ class Admission:
         not bounded."""
         most = self.max_streams_per_peer or self.max_running + self.max_queued
         if peer and self._streams[peer] >= most:
+            self.rejections[PER_PEER] += 1
             raise CapacityError(
                 f"{most} requests from {peer} run, wait or are not read, which is the most for one address; try again "
                 "later",
@@ -98,6 +105,7 @@ class Admission:
     def batch(self, peer: str) -> Iterator[None]:
         """Count a batch of this peer while the block lasts. Its requests are no streams of the peer's."""
         if self.batches >= MAX_BATCHES:
+            self.rejections[BATCHES] += 1
             raise CapacityError(
                 f"{MAX_BATCHES} batches run, which is the most; try again later", RETRY_SECONDS
             )
@@ -136,8 +144,10 @@ class Admission:
             finally:
                 self._preparing -= 1
 
-    def refusal(self) -> CapacityError:
-        """The error for refused requests, with the time after which to try again."""
+    def reject(self) -> CapacityError:
+        """Count a request for which the queue has no room, and return its error, with the time after which to try
+        again."""
+        self.rejections[QUEUE] += 1
         # Until a place in the queue is free: during one request, as many requests end as can run
         waits = (self._held_seconds.value or 0.0) * (self.queued + 1) / self.max_running
         return CapacityError(
@@ -155,7 +165,7 @@ class Admission:
         if in_batch:
             client = f"batches of {client}"
         elif not self.places.has_room(client) and self.queued >= self.max_queued:
-            raise self.refusal()
+            raise self.reject()
         try:
             async with asyncio.timeout(deadline_seconds):
                 if in_batch:

@@ -148,7 +148,7 @@ class RequestRunner:
 
     def refuse(self, traceparent: str) -> NoReturn:
         with _observe(self._observer.begin(uuid.uuid4().hex, traceparent)):
-            raise self.admission.refusal()
+            raise self.admission.reject()
 
     async def _run_rounds(
         self,

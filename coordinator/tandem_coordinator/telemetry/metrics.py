@@ -6,6 +6,7 @@ import asyncio
 import collections
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import accumulate
 from operator import attrgetter
 
 from prometheus_client import Counter, Metric
@@ -13,8 +14,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from tandem import errors
 from tandem.acceptance.strategies import STRATEGIES
-from tandem.model.replica import ReplicaState, Role
-from tandem.model.types import FinishReason, PositionStats, SpeculationStats
+from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role
+from tandem.model.types import EngineStatistics, FinishReason, PositionStats, SpeculationStats
 from tandem.telemetry.metrics import LATENCY_SECONDS, TOKENS, Metrics, Series, counter, family, histogram
 from tandem_coordinator.stats import speculation
 from tandem_coordinator.stats.rounds import MAX_RANKS, PHASES
@@ -117,6 +118,8 @@ def state_metrics(state: State, wire_bytes: Mapping[tuple[str, str], int]) -> It
     yield gauge("num_requests_waiting", "Requests that wait for a place.", state.queued)
     waiting = {("capacity",): state.queued}
     yield gauge("num_requests_waiting_by_reason", "Requests that wait, by reason.", waiting, "reason")
+    rejections = {(reason,): count for reason, count in state.rejections.items()}
+    yield counter("admission_rejections", "Requests that found no room, by limit.", rejections, "reason")
     yield counter("generation_tokens", "Tokens generated.", state.generated_tokens)
     text = "Serialized messages between coordinator and services."
     yield counter("wire_bytes", text, wire_bytes, "peer", "direction")
@@ -126,6 +129,7 @@ def state_metrics(state: State, wire_bytes: Mapping[tuple[str, str], int]) -> It
         yield from _recent(state.recent, gauge)
     yield from _decisions(state, gauge, counter)
     yield from _replicas(state, gauge, counter)
+    yield from _engines(state, model)
 
 
 def _speculation(state: State, counter: _Make) -> Iterator[Metric]:
@@ -252,7 +256,7 @@ def _replicas(state: State, gauge: _Make, counter: _Make) -> Iterator[Metric]:
         (role.value, each.value): counted[role.value, each.value] for role in Role for each in ReplicaState
     }
     yield gauge("replicas", "Replicas by state.", every, "role", "state")
-    listed = [shot for role in Role for shot in [each for each in state.replicas if each.role is role][:128]]
+    listed = _list_replicas(state)
     ready = {(shot.role.value, shot.address): shot.state is ReplicaState.READY for shot in listed}
     yield gauge("replica_ready", "Whether new sequences go to the replica.", ready, "role", "address")
     awaited = "Rounds whose proposal was to be drafted ahead, on the replica."
@@ -267,3 +271,70 @@ def _replicas(state: State, gauge: _Make, counter: _Make) -> Iterator[Metric]:
     ):
         values = {(shot.role.value, shot.address): attrgetter(path)(shot) for shot in listed}
         yield kind(f"replica_{name}", text, values, "role", "address")
+
+
+def _list_replicas(state: State) -> list[ReplicaSnapshot]:
+    """The replicas that have series of their own: the first ones of each role."""
+    return [shot for role in Role for shot in [each for each in state.replicas if each.role is role][:128]]
+
+
+def _engines(state: State, model: Mapping[str, str]) -> Iterator[Metric]:
+    """What the replicas' engines say. Counts stay while a replica is away, and values of the moment do not."""
+    gauge: _Make = partial(family, GaugeMetricFamily, model)
+    counter: _Make = partial(family, CounterMetricFamily, model)
+    place = ("role", "address", "engine")
+    usage: dict[tuple[str, ...], float] = {}
+    configured: dict[tuple[str, ...], float] = {}
+    queries: dict[tuple[str, ...], float] = {}
+    hits: dict[tuple[str, ...], float] = {}
+    steps = HistogramMetricFamily(
+        "tandem_replica_engine_batch_tokens",
+        "Tokens in a step of the replica's engine.",
+        labels=(*model, *place),
+    )
+    for shot in _list_replicas(state):
+        engine = state.engines.get((shot.role, shot.address))
+        if engine is None:
+            continue
+        statistics = engine.statistics
+        at = (shot.role.value, shot.address, str(engine.number))
+        queries[at] = statistics.prefix_query_tokens
+        hits[at] = statistics.prefix_hit_tokens
+        histogram = statistics.step_tokens
+        names = [*(repr(float(bound)) for bound in histogram.upper_bounds), "+Inf"]
+        buckets = [*zip(names, accumulate(histogram.counts), strict=True)]
+        steps.add_metric((*model.values(), *at), buckets, histogram.token_sum)
+        if shot.state in (ReplicaState.READY, ReplicaState.DRAINING):
+            usage[at] = statistics.reserved_tokens / max(1, statistics.kv_cache_tokens)
+            configured[*at, *_cache_config(shot, statistics)] = 1
+    text = "Share of the replica's KV cache that open sequences hold, 0 to 1."
+    yield gauge("replica_kv_cache_usage_perc", text, usage, *place)
+    text = "Always 1: how the replica's KV cache is divided."
+    yield gauge("replica_cache_config_info", text, configured, *place, *_CACHE_CONFIG)
+    text = "Tokens that sequences looked up in the replica's prefix cache."
+    yield counter("replica_prefix_cache_queries", text, queries, *place)
+    yield counter("replica_prefix_cache_hits", "Those of them that it held.", hits, *place)
+    yield steps
+
+
+_CACHE_CONFIG = (
+    "block_size",
+    "num_gpu_blocks",
+    "enable_prefix_caching",
+    "kv_cache_size_tokens",
+    "kv_cache_max_concurrency",
+)
+"""Labels that vLLM's metric of that name has."""
+
+
+def _cache_config(shot: ReplicaSnapshot, statistics: EngineStatistics) -> tuple[str, ...]:
+    """The values of these labels."""
+    tokens = statistics.kv_cache_tokens
+    longest = 0 if shot.model is None else shot.model.max_length
+    return (
+        str(statistics.page_tokens),
+        str(tokens // max(1, statistics.page_tokens)),
+        str(statistics.reuses_prefixes),
+        str(tokens),
+        f"{tokens / max(1, longest):.2f}",
+    )

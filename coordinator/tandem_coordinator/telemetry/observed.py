@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import product
@@ -57,13 +57,18 @@ class ObservedRequests(Telemetry, Observer):
         """Those of requests that have ended."""
         self._probe: asyncio.Task[None] | None = None
 
-    def ready(self, model_name: str, state: Callable[[], State]) -> None:
+    def ready(
+        self,
+        model_name: str,
+        state: Callable[[], State],
+        refresh: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self.metrics = RequestMetrics(self.registry, model_name=model_name)
         if self.settings.measure_waits:
             waits = WaitMetrics(self.registry, model_name=model_name).round_wait_seconds
             self.message_waits = MessageWaits(waits["answer"].observe, waits["question"].observe)
             self._probe = asyncio.create_task(probe_event_loop(waits["event_loop"].observe))
-        read = on_loop(lambda: (state(), self._bytes()))
+        read = on_loop(lambda: (state(), self._bytes()), refresh)
         self.registry.register(Read(lambda: () if (found := read()) is None else state_metrics(*found)))
 
     def _bytes(self) -> _Bytes:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tandem.model.replica import ReplicaSnapshot
+from tandem.model.replica import ReplicaSnapshot, Role
 from tandem.model.speculation_state import SpeculationDecision
-from tandem.model.types import CacheCounts, SpeculationStats
+from tandem.model.types import CacheCounts, EngineStatistics, SpeculationStats
 from tandem.rpc.channels import Traffic
 from tandem_coordinator.decoding.completion import Completion
 from tandem_coordinator.stats.rounds import RoundEnded
@@ -81,6 +81,16 @@ class RequestObserver:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaEngine:
+    """What the engine of a replica says."""
+
+    number: int
+    """The replica's, among those of its role."""
+    statistics: EngineStatistics
+    """The latest values, and counts since the replica was met."""
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """The coordinator at the moment at which its metrics are read."""
 
@@ -101,6 +111,10 @@ class State:
     """The proposal length at each load so far."""
     round_counts: Mapping[tuple[int, int], int] = field(default_factory=dict)
     """Rounds since the start, by their proposed and their accepted tokens."""
+    rejections: Mapping[str, int] = field(default_factory=dict)
+    """Requests that found no room, by the limit that they met."""
+    engines: Mapping[tuple[Role, str], ReplicaEngine] = field(default_factory=dict)
+    """What the replicas' engines say, by role and address."""
 
 
 class Observer:
@@ -109,8 +123,14 @@ class Observer:
     def start(self) -> None:
         """Begin to serve and send what is observed."""
 
-    def ready(self, model_name: str, state: Callable[[], State]) -> None:
-        """The services are connected: name the target model from now on, and report the coordinator's state."""
+    def ready(
+        self,
+        model_name: str,
+        state: Callable[[], State],
+        refresh: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """The services are connected: name the target model from now on, and report the coordinator's state. `refresh`
+        brings the parts of it up to date that services know; whoever asks for `prometheus_text` does that before."""
 
     def begin(
         self, request_id: str, traceparent: str = "", choices: Choices | None = None

@@ -21,6 +21,7 @@ from tandem.model.types import (
     DraftedOutcomes,
     DraftLoad,
     DraftOptions,
+    EngineStatistics,
     ModelInfo,
     Proposal,
     ProposeStep,
@@ -33,7 +34,7 @@ from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceStub
 from tandem.wire import draft as wire
 from tandem.wire.bounds import read_message
-from tandem.wire.common import COVERAGE, model_info_from_proto
+from tandem.wire.common import COVERAGE, model_info_from_proto, statistics_from_proto
 from tandem.wire.status import Ending
 from tandem_coordinator.outcomes import IDLE, Coming, Hit, Miss, Outcome
 from tandem_coordinator.stats.speculation import MovingAverage
@@ -467,6 +468,8 @@ class DraftClient:
         self._stub = DraftServiceStub(channel)
         self.load = DraftLoad()
         """How busy it last said that it is."""
+        self.statistics: EngineStatistics | None = None
+        """What its engine last counted, if it has one and says so."""
         self.streams: Streams[DraftOptions | ProposeStep, wire.Answer] = Streams(
             service="draft service",
             call=channel.stream_stream("/tandem.v1.DraftService/Propose"),
@@ -480,6 +483,8 @@ class DraftClient:
             async with recognize_others(self._channel, Role.DRAFT):
                 answer = await self._stub.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest())
         self._heard(answer)
+        has_statistics = answer.HasField("statistics")
+        self.statistics = statistics_from_proto(answer.statistics) if has_statistics else None
         return model_info_from_proto(answer.model_info)
 
     def _read(self, content: bytes) -> Iterator[tuple[int, wire.Answer | Ending | ProtocolError]]:

@@ -29,6 +29,7 @@ from tandem.model.types import (
     Delta,
     DenseRow,
     DraftedOutcomes,
+    EngineStatistics,
     GoesOn,
     Lead,
     LeadStats,
@@ -52,7 +53,7 @@ from tandem.v1 import target_pb2
 from tandem.v1.target_pb2_grpc import TargetServiceStub
 from tandem.wire import target as wire
 from tandem.wire.bounds import read_message
-from tandem.wire.common import model_info_from_proto
+from tandem.wire.common import model_info_from_proto, statistics_from_proto
 from tandem.wire.draft import MAX_TOKENIZER_BYTES
 from tandem.wire.status import Ending
 from tandem_coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
@@ -236,6 +237,8 @@ class TargetClient:
             write=wire.requests_to_proto,
             read=_read,
         )
+        self.statistics: EngineStatistics | None = None
+        """What its engine last counted, if it says so."""
         self.rounds = MessageRounds()
         """Those that the latest message of the service answers. Its answers are read one after the other."""
 
@@ -244,6 +247,8 @@ class TargetClient:
         with errors_of("target service"):
             async with recognize_others(self._channel, Role.TARGET):
                 answer = await self._stub.GetModelInfo(target_pb2.TargetServiceGetModelInfoRequest())
+        has_statistics = answer.HasField("statistics")
+        self.statistics = statistics_from_proto(answer.statistics) if has_statistics else None
         return model_info_from_proto(answer.model_info)
 
     async def tokenizer_files(self) -> dict[str, bytes]:

@@ -31,6 +31,7 @@ from tandem.engine.core.jobs import (
     PayloadT,
     ResultT,
     StepRecord,
+    StepTokens,
     finite_head,
     non_finite,
 )
@@ -109,6 +110,7 @@ class Engine(Generic[PayloadT, ResultT]):
         self._pages = PageScheduler(cache, self._background.drop, self._leads.is_ahead)
         self._failed_steps = 0
         self._reuses_prefixes = settings.prefix_reuse
+        self._step_tokens = StepTokens()
         self._prefix_query_tokens = 0
         self._prefix_hit_tokens = 0
         self._waits_for_pages = False
@@ -155,6 +157,7 @@ class Engine(Generic[PayloadT, ResultT]):
             self._step_times.measured(await self._profile(warm, sequences))
         finally:
             self._head = own
+            self._step_tokens = StepTokens()
             for sequence in sequences:
                 self.release(sequence)
 
@@ -304,6 +307,9 @@ class Engine(Generic[PayloadT, ResultT]):
             wasted_step_count=self._leads.wasted_count,
             prefix_query_tokens=self._prefix_query_tokens,
             prefix_hit_tokens=self._prefix_hit_tokens,
+            page_tokens=self._shape.page_tokens,
+            reuses_prefixes=self._reuses_prefixes,
+            step_tokens=self._step_tokens.histogram,
         )
 
     def _tell(self, learn: Callable[..., None], *news: object) -> None:
@@ -521,6 +527,7 @@ class Engine(Generic[PayloadT, ResultT]):
     def _stepped(self, record: StepRecord) -> StepRecord:
         """Tells of a step. What its observer takes is counted in: whoever waits for the step waits for that too."""
         told = time.perf_counter()
+        self._step_tokens.add(record.token_count)
         if self._on_step is not None:
             self._on_step(record)
         record = replace(record, seconds=record.seconds + time.perf_counter() - told)

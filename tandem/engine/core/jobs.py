@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
@@ -14,7 +15,7 @@ from torch import Tensor
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.steps import ModelRunner
 from tandem.errors import NonFiniteLogitsError, TandemError
-from tandem.model.types import Delta, Proposal, StepCost
+from tandem.model.types import TOKEN_BOUNDS, Delta, Proposal, StepCost, TokenHistogram
 
 PayloadT = TypeVar("PayloadT")
 ResultT = TypeVar("ResultT")
@@ -142,6 +143,22 @@ class StepRecord:
     seconds: float
     pass_count: int = 1
     """Forward passes: the head may have run further tokens, which are counted in."""
+
+
+class StepTokens:
+    """Counts steps by their tokens. Only the engine's thread writes."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(TOKEN_BOUNDS) + 1)
+        self._sum = 0
+
+    def add(self, token_count: int) -> None:
+        self._counts[bisect_left(TOKEN_BOUNDS, token_count)] += 1
+        self._sum += token_count
+
+    @property
+    def histogram(self) -> TokenHistogram:
+        return TokenHistogram(TOKEN_BOUNDS, tuple(self._counts), self._sum)
 
 
 @dataclass(slots=True)

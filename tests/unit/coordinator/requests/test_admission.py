@@ -60,6 +60,17 @@ async def test_waiting_ends_at_the_deadline() -> None:
         assert (admission.running, admission.queued) == (1, 0)
 
 
+async def test_refusals_are_counted_by_the_limit_that_was_met() -> None:
+    admission = Admission(1, 1, max_streams_per_peer=1)
+    async with occupied(admission, 2):
+        with pytest.raises(CapacityError):
+            async with admission.place(None):
+                pass
+    with admission.stream("10.0.0.1"), pytest.raises(CapacityError), admission.stream("10.0.0.1"):
+        pass
+    assert admission.rejections == {"max_queued_requests": 1, "max_streams_per_peer": 1, "max_batches": 0}
+
+
 async def test_a_refusal_says_when_the_queue_moves() -> None:
     now = 0.0
     admission = Admission(1, 1, clock=lambda: now)

@@ -105,6 +105,21 @@ async def test_a_job_without_rows_only_fills_the_cache(llama: TinyModel) -> None
         assert sequence.computed_length == engine.usage.used_tokens == len(_PROMPT)
 
 
+async def test_steps_since_the_warm_up_are_counted_by_their_tokens(llama: TinyModel) -> None:
+    async with running(llama.backends, RowsHead()) as engine:
+        await engine.warm_up()
+        assert sum(engine.usage.step_tokens.counts) == 0
+        sequence = await engine.open(8)
+        await rows(engine, sequence, Delta(0, _PROMPT), 1)
+        await rows(engine, sequence, Delta(len(_PROMPT), [1]), 1)
+        usage = engine.usage
+    assert usage.step_tokens.token_sum == len(_PROMPT) + 1
+    by_bound = dict(zip(usage.step_tokens.upper_bounds, usage.step_tokens.counts, strict=False))
+    assert [bound for bound, count in by_bound.items() if count] == [1, 5]
+    assert (usage.page_tokens, usage.reuses_prefixes) == (64, True)
+    assert usage.statistics.kv_cache_tokens == usage.total_tokens > 0
+
+
 async def test_a_head_that_continues_past_the_limit_is_an_error(llama: TinyModel) -> None:
     async with running(llama.backends, GreedyHead()) as engine:
         sequence = await engine.open(6)

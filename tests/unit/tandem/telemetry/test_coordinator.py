@@ -13,14 +13,15 @@ from tokenizers import Tokenizer
 
 from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.model.speculation_state import SpeculationDecision
-from tandem.model.types import AheadStats, SpeculationStats
-from tandem.telemetry.metrics import Read, on_loop
+from tandem.model.types import AheadStats, EngineStatistics, ModelInfo, SpeculationStats, TokenHistogram
+from tandem.telemetry.metrics import Read, name_metrics, on_loop
 from tandem.telemetry.process import unit_of
+from tandem.telemetry.settings import TelemetryOptions
 from tandem_coordinator.decoding.completion import Completion, Detokenizer, Limits, StopStrings
 from tandem_coordinator.settings.coordinator import CoordinatorSettings
 from tandem_coordinator.telemetry.metrics import RequestMetrics, state_metrics
 from tandem_coordinator.telemetry.observed import ObservedRequest, ObservedRequests
-from tandem_coordinator.telemetry.observer import CHAT, Choices, State
+from tandem_coordinator.telemetry.observer import CHAT, Choices, ReplicaEngine, State
 from tests.paths import DEMO_TARGET
 from tests.service.test_telemetry import MemoryExports
 from tests.unit.coordinator.ended_rounds import round_ended
@@ -105,6 +106,76 @@ async def test_a_large_fleet_is_counted_completely_and_listed_partly() -> None:
     assert registry.get_sample_value("tandem_spec_decode_acceptance_rate", {"model_name": "m"}) is None
     at = labels | {"address": "10.0.0.7:1"}
     assert registry.get_sample_value("tandem_replica_accepted_tokens_total", at) == 1
+
+
+def engine_at(role: Role, address: str, number: int, shot: ReplicaState) -> State:
+    """Return the state of a coordinator with one replica, whose engine holds a quarter of its cache."""
+    steps = TokenHistogram((8, 100), (3, 1, 0), 40)
+    statistics = EngineStatistics(1024, 256, 64, True, 50, 20, steps)
+    replica = ReplicaSnapshot(
+        role=role, address=address, state=shot, reason="", since_seconds=1.0,
+        open_sequences=0, round_trip_seconds=None, step_seconds=None, figures=SpeculationStats(),
+        model=ModelInfo("m", "M", 8, "hash", 128, "none", ()),
+    )  # fmt: skip
+    engines = {(role, address): ReplicaEngine(number, statistics)}
+    return replace(state(replicas=[replica]), engines=engines)
+
+
+async def test_engines_are_told_by_replica() -> None:
+    registry = registry_of(lambda: engine_at(Role.TARGET, "10.0.0.7:1", 3, ReplicaState.READY))
+    at = {"model_name": "m", "role": "target", "address": "10.0.0.7:1", "engine": "3"}
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"tandem_replica_{name}", at | labels)
+
+    assert value("kv_cache_usage_perc") == 0.25
+    assert value("prefix_cache_queries_total") == 50
+    assert value("prefix_cache_hits_total") == 20
+    below = [value("engine_batch_tokens_bucket", le=bound) for bound in ("8.0", "100.0", "+Inf")]
+    assert below == [3, 4, 4]
+    assert value("engine_batch_tokens_sum") == 40
+    configured = {
+        "block_size": "64",
+        "num_gpu_blocks": "16",
+        "enable_prefix_caching": "True",
+        "kv_cache_size_tokens": "1024",
+        "kv_cache_max_concurrency": "8.00",
+    }
+    assert value("cache_config_info", **configured) == 1
+
+
+async def test_of_a_replica_that_is_away_only_the_counts_are_told() -> None:
+    registry = registry_of(lambda: engine_at(Role.TARGET, "10.0.0.7:1", 0, ReplicaState.DOWN))
+    at = {"model_name": "m", "role": "target", "address": "10.0.0.7:1", "engine": "0"}
+    assert registry.get_sample_value("tandem_replica_prefix_cache_queries_total", at) == 50
+    assert registry.get_sample_value("tandem_replica_kv_cache_usage_perc", at) is None
+    assert not any(
+        family.samples for family in registry.collect() if family.name == "tandem_replica_cache_config_info"
+    )
+
+
+@pytest.mark.parametrize("role", [Role.TARGET, Role.DRAFT])
+async def test_a_target_is_an_engine_under_vllms_names_and_a_draft_is_none(role: Role) -> None:
+    registry = registry_of(lambda: engine_at(role, "10.0.0.7:1", 3, ReplicaState.READY))
+    named = name_metrics(registry, TelemetryOptions(metric_names="vllm"))
+    at = {"model_name": "m", "engine": "3"}
+    found = [
+        named.get_sample_value(f"vllm:{name}", at)
+        for name in ("kv_cache_usage_perc", "prefix_cache_hits_total", "iteration_tokens_total_sum")
+    ]
+    assert found == ([0.25, 20, 40] if role is Role.TARGET else [None, None, None])
+    own = at | {"role": role.value, "address": "10.0.0.7:1"}
+    usage = named.get_sample_value("tandem_replica_kv_cache_usage_perc", own)
+    assert usage == (None if role is Role.TARGET else 0.25)
+
+
+async def test_rejections_are_told_by_the_limit_in_vllms_words_too() -> None:
+    registry = registry_of(lambda: replace(state(), rejections={"max_queued_requests": 2, "max_batches": 0}))
+    at = {"model_name": "m", "reason": "max_queued_requests"}
+    assert registry.get_sample_value("tandem_admission_rejections_total", at) == 2
+    named = name_metrics(registry, TelemetryOptions(metric_names="vllm"))
+    at = {"model_name": "m", "reason": "max_num_queued_reqs"}
+    assert named.get_sample_value("vllm:admission_rejections_total", at) == 2
 
 
 async def test_accepted_tokens_are_told_by_the_length_of_the_proposal() -> None:

@@ -138,6 +138,19 @@ async def test_values_of_the_event_loop_are_read_on_it_and_an_error_reaches_the_
         await asyncio.to_thread(on_loop(lambda: 1 // 0))
 
 
+async def test_other_threads_have_the_values_refreshed_before() -> None:
+    value = 1
+
+    async def refresh() -> None:
+        nonlocal value
+        await asyncio.sleep(0)
+        value = 2
+
+    read = on_loop(lambda: value, refresh)
+    assert read() == 1
+    assert await asyncio.to_thread(read) == 2
+
+
 STARTED_NS = 1_700_000_000_000_000_000
 
 
@@ -289,7 +302,6 @@ NOT_HERE = {
     "num_requests_kv_fetch_by_stage": "KV caches are not handed over",
     "mm_cache_queries": "the models read text",
     "mm_cache_hits": "the same",
-    "admission_rejections": "they are an outcome of tandem_requests",
     "kv_block_lifetime_seconds": "blocks are not sampled",
     "kv_block_idle_before_evict_seconds": "the same",
     "kv_block_reuse_gap_seconds": "the same",
@@ -301,7 +313,7 @@ num_requests_running num_requests_waiting num_requests_waiting_by_reason num_req
 engine_sleep_state kv_cache_usage_perc corrupted_requests watermark_requests prefix_cache_queries prefix_cache_hits
 external_prefix_cache_queries external_prefix_cache_hits mm_cache_queries mm_cache_hits num_preemptions prompt_tokens
 prompt_tokens_by_source prompt_tokens_cached prompt_tokens_cached_by_source generation_tokens request_success
-admission_rejections request_prompt_tokens request_generation_tokens iteration_tokens_total
+admission_rejections cache_config_info request_prompt_tokens request_generation_tokens iteration_tokens_total
 request_max_num_generation_tokens request_params_n request_params_max_tokens time_to_first_token_seconds
 inter_token_latency_seconds request_time_per_output_token_seconds e2e_request_latency_seconds request_queue_time_seconds
 request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds request_num_preemptions

@@ -44,10 +44,16 @@ def read_tokenizer(message: draft_pb2.MapVocabularyRequest) -> None:
 READERS: dict[type[Message], Callable[[Any], Any]] = {
     target_pb2.VerifyRequest: lambda message: list(target.requests_from_proto(message)),
     target_pb2.VerifyResponse: lambda message: list(target.answers_from_proto(message)),
-    target_pb2.TargetServiceGetModelInfoResponse: lambda it: common.model_info_from_proto(it.model_info),
+    target_pb2.TargetServiceGetModelInfoResponse: lambda it: (
+        common.model_info_from_proto(it.model_info),
+        common.statistics_from_proto(it.statistics),
+    ),
     draft_pb2.ProposeRequest: lambda message: list(draft.requests_from_proto(message)),
     draft_pb2.ProposeResponse: lambda message: list(draft.answers_from_proto(message)),
-    draft_pb2.DraftServiceGetModelInfoResponse: lambda it: common.model_info_from_proto(it.model_info),
+    draft_pb2.DraftServiceGetModelInfoResponse: lambda it: (
+        common.model_info_from_proto(it.model_info),
+        common.statistics_from_proto(it.statistics),
+    ),
     draft_pb2.MapVocabularyRequest: read_tokenizer,
 }
 """How each message between coordinators and services is read. Those of clients are bounded by their bytes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -31,6 +32,7 @@ from tandem.model.types import (
     DenseRow,
     DraftedOutcomes,
     DraftOptions,
+    EngineStatistics,
     Finish,
     FinishReason,
     GenerationRequest,
@@ -55,6 +57,7 @@ from tandem.model.types import (
     SupportRow,
     TargetOptions,
     TargetRow,
+    TokenHistogram,
     TokenLogprobs,
     TokenRow,
     Verification,
@@ -62,6 +65,7 @@ from tandem.model.types import (
 )
 from tandem.v1 import draft_pb2, generation_pb2, target_pb2, types_pb2
 from tandem.wire import admin, common, draft, generation, target
+from tandem.wire.common import statistics_from_proto, statistics_to_proto
 from tandem.wire.status import Ending
 from tandem_coordinator.transport.streams import RemoteSequence
 from tests.unit.coordinator.cli.samples import FINDINGS, NOW, REPLICAS, REQUEST, STATS, STATUS
@@ -730,3 +734,37 @@ def test_a_model_of_a_negative_size_is_refused(name: str) -> None:
     setattr(message, name, -1)
     with pytest.raises(ProtocolError, match=f"{name} of the model is -1; it must be at least 0"):
         common.model_info_from_proto(message)
+
+
+STATISTICS = EngineStatistics(1024, 256, 64, True, 50, 20, TokenHistogram((8, 100), (3, 1, 0), 40))
+
+
+def test_statistics_of_an_engine_survive_the_way() -> None:
+    assert statistics_from_proto(statistics_to_proto(STATISTICS)) == STATISTICS
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"upper_bounds": (8,)}, "step_tokens has 3 counts for 1 upper_bounds; it must have one more"),
+        (
+            {"upper_bounds": (8, 8)},
+            "upper_bounds of step_tokens do not ascend; each must be above the one before",
+        ),
+        ({"counts": (3, -1, 0)}, "a number of the engine's statistics is -1; it must be at least 0"),
+        (
+            {"upper_bounds": tuple(range(65)), "counts": (0,) * 66},
+            "step_tokens has 65 upper_bounds; it must have at most 64",
+        ),
+    ],
+)
+def test_statistics_that_no_engine_has_are_refused(changes: dict[str, Any], sentence: str) -> None:
+    false = replace(STATISTICS, step_tokens=replace(STATISTICS.step_tokens, **changes))
+    with pytest.raises(ProtocolError, match=re.escape(sentence)):
+        statistics_from_proto(statistics_to_proto(false))
+
+
+def test_a_negative_number_is_refused() -> None:
+    message = statistics_to_proto(replace(STATISTICS, reserved_tokens=-5))
+    with pytest.raises(ProtocolError, match="is -5; it must be at least 0"):
+        statistics_from_proto(message)

@@ -346,6 +346,8 @@ def statistics_from_proto(message: types_pb2.EngineStatistics) -> EngineStatisti
     """What a service's engine counts."""
     check_message(message)
     statistics = _STATISTICS.from_proto(message)
+    if not message.HasField("step_tokens"):
+        statistics = replace(statistics, step_tokens=TokenHistogram())
     steps = statistics.step_tokens
     bounds = steps.upper_bounds
     if len(bounds) > _MAX_BOUNDS:

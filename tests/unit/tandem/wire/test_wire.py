@@ -736,11 +736,11 @@ def test_a_model_of_a_negative_size_is_refused(name: str) -> None:
         common.model_info_from_proto(message)
 
 
-STATISTICS = EngineStatistics(1024, 256, 64, True, 50, 20, TokenHistogram((8, 100), (3, 1, 0), 40))
+ENGINE_STATISTICS = EngineStatistics(1024, 256, 64, True, 50, 20, TokenHistogram((8, 100), (3, 1, 0), 40))
 
 
 def test_statistics_of_an_engine_survive_the_way() -> None:
-    assert statistics_from_proto(statistics_to_proto(STATISTICS)) == STATISTICS
+    assert statistics_from_proto(statistics_to_proto(ENGINE_STATISTICS)) == ENGINE_STATISTICS
 
 
 @pytest.mark.parametrize(
@@ -759,12 +759,18 @@ def test_statistics_of_an_engine_survive_the_way() -> None:
     ],
 )
 def test_statistics_that_no_engine_has_are_refused(changes: dict[str, Any], sentence: str) -> None:
-    false = replace(STATISTICS, step_tokens=replace(STATISTICS.step_tokens, **changes))
+    false = replace(ENGINE_STATISTICS, step_tokens=replace(ENGINE_STATISTICS.step_tokens, **changes))
     with pytest.raises(ProtocolError, match=re.escape(sentence)):
         statistics_from_proto(statistics_to_proto(false))
 
 
+def test_a_service_need_not_count_its_steps() -> None:
+    message = statistics_to_proto(ENGINE_STATISTICS)
+    message.ClearField("step_tokens")
+    assert statistics_from_proto(message) == replace(ENGINE_STATISTICS, step_tokens=TokenHistogram())
+
+
 def test_a_negative_number_is_refused() -> None:
-    message = statistics_to_proto(replace(STATISTICS, reserved_tokens=-5))
+    message = statistics_to_proto(replace(ENGINE_STATISTICS, reserved_tokens=-5))
     with pytest.raises(ProtocolError, match="is -5; it must be at least 0"):
         statistics_from_proto(message)

@@ -270,13 +270,13 @@ def _machine(settings: BenchSettings, load_before: float) -> Machine:
         processor=names[0] if names else platform.processor() or platform.machine(),
         cores=len(os.sched_getaffinity(0)),
         device=settings.device,
-        gpus=_gpus(),
+        gpus=list_gpus(),
         load_before=round(load_before, 2),
         versions={"python": platform.python_version(), **versions},
     )
 
 
-def _gpus() -> tuple[str, ...]:
+def list_gpus() -> tuple[str, ...]:
     """A line about each GPU; none where there is no nvidia-smi."""
     query = "index,name,memory.total,driver_version,power.limit,pcie.link.gen.max"
     command = ("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")

@@ -73,9 +73,9 @@ class HeadDrafter:
     ) -> None:
         self._engine = engine
         self._head = head
-        self._pairings = pairings
+        self.pairings = pairings
         self._odds = {is_greedy: Odds() for is_greedy in (True, False)} if repeats else {}
-        self._drafted: dict[CachedSequence, _Drafted] = {}
+        self.drafted: dict[CachedSequence, _Drafted] = {}
         """By the target's sequence."""
         self._failures = 0
         """Calls of `propose` that have failed since the head's last proposal."""
@@ -100,7 +100,7 @@ class HeadDrafter:
         return self._engine.overdue_seconds
 
     def begin(self, job: Job[RowRequest]) -> None:
-        own = self._drafted.get(job.sequence)
+        own = self.drafted.get(job.sequence)
         if own is not None:
             length = job.delta.base_length
             own.read_length = min(own.read_length, self._pairs_of(length))
@@ -110,9 +110,9 @@ class HeadDrafter:
         """The head reads the target's states when it is asked."""
 
     def release(self, sequence: CachedSequence) -> None:
-        own = self._drafted.pop(sequence, None)
+        own = self.drafted.pop(sequence, None)
         if own is not None:
-            del self._pairings[own.cached]
+            del self.pairings[own.cached]
             self._engine.forget(own.cached)
 
     def propose(self, jobs: Sequence[Job[RowRequest]]) -> list[Proposal]:
@@ -166,9 +166,9 @@ class HeadDrafter:
     def _own(self, job: Job[RowRequest]) -> _Drafted:
         """The head's side of a job's sequence, with all of its tokens."""
         sequence = job.sequence
-        own = self._drafted.get(sequence)
+        own = self.drafted.get(sequence)
         if own is None:
-            own = self._drafted[sequence] = self._new(job)
+            own = self.drafted[sequence] = self._new(job)
         kept = own.kept_length
         if own.repeats is not None and kept < len(own.tokens):
             own.repeats.forget(kept)
@@ -198,7 +198,7 @@ class HeadDrafter:
         odds = self._odds.get(options.sampling.is_greedy) if may_repeat else None
         tokens = TokenState(options.max_length)
         cached = self._engine.place(options.max_length)
-        pairing = self._pairings[cached] = Pairing()
+        pairing = self.pairings[cached] = Pairing()
         repeats = None if odds is None else Repeats(tokens, odds)
         return _Drafted(cached, pairing, drafting, tokens, repeats)
 
@@ -226,7 +226,7 @@ class HeadDrafter:
         return Job(own.cached, Delta(read, tuple(own.tokens.token_ids[read + 1 :])), 1, drafting)
 
     def _take(self, job: Job[RowRequest], draft: Job[Drafting], found: Proposal | BaseException) -> Proposal:
-        own = self._drafted[job.sequence]
+        own = self.drafted[job.sequence]
         if not isinstance(found, Proposal):
             if not isinstance(found, _StatesLostError):
                 fields = {"request_id": own.options.request_id, "reason": str(found)}

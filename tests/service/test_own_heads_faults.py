@@ -436,11 +436,11 @@ async def assert_nothing_left(verifier: Any) -> None:
     head = verifier.own_head
     engine = verifier._engine
     for _ in range(500):
-        if not (head._drafted or engine.usage.sequence_count):
+        if not (head.drafted or engine.usage.sequence_count):
             break
         await asyncio.sleep(0.01)
-    assert not head._drafted
-    assert not head._pairings
+    assert not head.drafted
+    assert not head.pairings
     assert not engine._leads._leads
     assert head.usage.reserved_tokens == 0
     assert engine.usage.reserved_tokens == 0

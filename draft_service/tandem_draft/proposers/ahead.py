@@ -473,13 +473,13 @@ class _Calibration:
     """Frequency with which beliefs of each strength came true."""
 
     def __init__(self, prior_scale: float) -> None:
-        self._rates = [prior_scale * (low + high) / 2 for low, high in pairwise((0.0, *_EDGES, 1.0))]
-        self._priors = tuple(self._rates)
-        self._hits = [0.0] * len(self._rates)
-        self._counts = [0.0] * len(self._rates)
+        self.rates = [prior_scale * (low + high) / 2 for low, high in pairwise((0.0, *_EDGES, 1.0))]
+        self._priors = tuple(self.rates)
+        self._hits = [0.0] * len(self.rates)
+        self._counts = [0.0] * len(self.rates)
 
     def rate(self, share: float) -> float:
-        return self._rates[bisect_left(_EDGES, share)]
+        return self.rates[bisect_left(_EDGES, share)]
 
     def add(self, share: float, came_true: bool) -> None:
         i = bisect_left(_EDGES, share)
@@ -489,14 +489,14 @@ class _Calibration:
         if self._counts[i] > 2000.0:
             self._hits[i] /= 2
             self._counts[i] /= 2
-        self._rates[i] = (self._hits[i] + _DOUBT * self._priors[i]) / (self._counts[i] + _DOUBT)
+        self.rates[i] = (self._hits[i] + _DOUBT * self._priors[i]) / (self._counts[i] + _DOUBT)
 
 
 class OutcomeHistory:
     """Record of the outcomes that came true, for sequences whose tokens are decided alike."""
 
     def __init__(self) -> None:
-        self._accepted = _Calibration(0.95)
+        self.accepted_shares = _Calibration(0.95)
         self._recovered = _Calibration(0.8)
         self._bonus = _Calibration(0.95)
 
@@ -508,7 +508,7 @@ class OutcomeHistory:
         found: list[tuple[float, int, int]] = []
         reached = 1.0
         for position, token_id in enumerate(proposed):
-            accepted = self._accepted.rate(ranking.confidences[position])
+            accepted = self.accepted_shares.rate(ranking.confidences[position])
             missed = reached * (1.0 - accepted)
             for candidate, share in _shares(ranking.rows[position], token_id):
                 found.append((missed * self._recovered.rate(share), position, candidate))
@@ -520,7 +520,7 @@ class OutcomeHistory:
 
     def came(self, proposed: Sequence[int], ranking: Ranking, accepted: int, next_token_id: int) -> None:
         for position in range(min(accepted + 1, len(proposed))):
-            self._accepted.add(ranking.confidences[position], position < accepted)
+            self.accepted_shares.add(ranking.confidences[position], position < accepted)
         is_bonus = accepted == len(proposed)
         shares = _shares(ranking.rows[accepted], None if is_bonus else proposed[accepted])
         calibration = self._bonus if is_bonus else self._recovered

@@ -84,7 +84,7 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
     """None: proposals heed no grammar."""
     drafts_ahead: bool = True
     vocabularies: Vocabularies | None = None
-    _histories: defaultdict[tuple[RowKind, bool, bool, bool], OutcomeHistory] = field(
+    histories: defaultdict[tuple[RowKind, bool, bool, bool], OutcomeHistory] = field(
         default_factory=lambda: defaultdict(OutcomeHistory), init=False
     )
 
@@ -99,7 +99,7 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
             await self.grammars.prepare()
 
     def forget_old_weights(self) -> None:
-        self._histories.clear()
+        self.histories.clear()
 
     @asynccontextmanager
     async def sequence(self, options: DraftOptions) -> AsyncIterator[StandaloneSequence | MappedSequence]:
@@ -120,7 +120,7 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
         try:
             options = with_defaults(options, self.draft_top_k, self.support_mass)
             kind = options.row_kind, options.sampling.is_greedy, options.noise_is_unknown, mapped is not None
-            history = self._histories[kind]
+            history = self.histories[kind]
             ahead = (
                 None
                 if options.ahead is None or not self.drafts_ahead

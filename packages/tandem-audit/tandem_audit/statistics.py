@@ -172,9 +172,9 @@ class Calibration:
         """Positions after a token."""
         self.names = [(name, base) for name, base, _ in self._tests(_NO_STEPS, self._moments(_NO_STEPS))]
         """Each test's name, and the base function that it weighs."""
-        self._sums = np.zeros((len(self.names), 5))
+        self.sums = np.zeros((len(self.names), 5))
         """[tests, 5]: draws, expectations, variances, third moments, tokens."""
-        self._wealth = np.zeros((len(self.names), len(_BETS)))
+        self.wealth = np.zeros((len(self.names), len(_BETS)))
         """[tests, bets]: logarithms."""
 
     def add(self, steps: Steps) -> None:
@@ -190,28 +190,28 @@ class Calibration:
                 [weight * drawn, weight * mean, squared * variance, squared * weight * third, weight != 0]
             )
         table = np.array(rows, np.float64)
-        self._sums += table.sum(axis=2)
+        self.sums += table.sum(axis=2)
         differences = table[:, 0] - table[:, 1]
-        self._wealth += np.log1p(differences[:, None, :] * _BETS[:, None]).sum(axis=2)
+        self.wealth += np.log1p(differences[:, None, :] * _BETS[:, None]).sum(axis=2)
         self._learn(steps)
         self.tokens += int(steps.is_usable.sum())
 
     def results(self) -> list[TestResult]:
         """Each test, without a correction for their number."""
         found = []
-        for (name, _), (drawn, mean, variance, third, count) in zip(self.names, self._sums, strict=True):
+        for (name, _), (drawn, mean, variance, third, count) in zip(self.names, self.sums, strict=True):
             z, p = martingale_p(drawn - mean, variance, third)
             found.append(TestResult(name, int(count), float(drawn), float(mean), z, p))
         return found
 
     def log_wealths(self) -> FloatArray:
         """[tests]: logarithm of each test's e-value, the mean over its bets."""
-        values: FloatArray = np.logaddexp.reduce(self._wealth, axis=1) - math.log(len(_BETS))
+        values: FloatArray = np.logaddexp.reduce(self.wealth, axis=1) - math.log(len(_BETS))
         return values
 
     def detectable(self) -> float | None:
         """Bias of the first choice's frequency that this many tokens find with 95 %; None: too few tokens."""
-        _, _, variance, _, count = self._sums[0]
+        _, _, variance, _, count = self.sums[0]
         if variance < MIN_VARIANCE:
             return None
         return float((_Z_FOUND + 1.645) * math.sqrt(variance) / count)

@@ -73,7 +73,7 @@ def test_every_test_is_a_martingale_and_every_bet_is_fair(ties: bool) -> None:
         for each in learnt:
             calibration.add(each)
         calibration.add(with_last(steps, column))
-        return calibration._sums, np.exp(calibration._wealth)
+        return calibration.sums, np.exp(calibration.wealth)
 
     outcomes = [after(column) for column in range(len(probs))]
     drawn = np.array([sums[:, 0] - sums[:, 1] for sums, _ in outcomes])
@@ -81,15 +81,15 @@ def test_every_test_is_a_martingale_and_every_bet_is_fair(ties: bool) -> None:
     for each in learnt:
         before.add(each)
     before.add(Steps(*(getattr(steps, name)[:-1] for name in Steps.__slots__)))
-    total = before._sums[:, 0] - before._sums[:, 1]
+    total = before.sums[:, 0] - before.sums[:, 1]
     np.testing.assert_allclose(probs @ drawn, total, atol=1e-12)
     variance = probs @ (drawn - total) ** 2
-    np.testing.assert_allclose(variance, outcomes[0][0][:, 2] - before._sums[:, 2], atol=1e-12)
+    np.testing.assert_allclose(variance, outcomes[0][0][:, 2] - before.sums[:, 2], atol=1e-12)
     np.testing.assert_allclose(
-        probs @ (drawn - total) ** 3, outcomes[0][0][:, 3] - before._sums[:, 3], atol=1e-12
+        probs @ (drawn - total) ** 3, outcomes[0][0][:, 3] - before.sums[:, 3], atol=1e-12
     )
     wealth = np.array([values for _, values in outcomes])
-    np.testing.assert_allclose(np.einsum("c,ctb->tb", probs, wealth), np.exp(before._wealth), rtol=1e-9)
+    np.testing.assert_allclose(np.einsum("c,ctb->tb", probs, wealth), np.exp(before.wealth), rtol=1e-9)
     assert variance.max() > 0.05
 
 
@@ -109,7 +109,7 @@ def test_the_order_of_equal_candidates_changes_nothing() -> None:
     for _ in range(2):
         one.add(steps)
         other.add(moved)
-    np.testing.assert_allclose(one._sums, other._sums)
+    np.testing.assert_allclose(one.sums, other.sums)
 
 
 def test_a_completion_does_not_reach_into_the_next() -> None:
@@ -121,15 +121,15 @@ def test_a_completion_does_not_reach_into_the_next() -> None:
     names = [i for i, (_, base) in enumerate(together.names) if "bias" not in base and "usual" not in base]
     for each in parts:
         apart.add(each)
-    np.testing.assert_allclose(together._sums[names], apart._sums[names])
+    np.testing.assert_allclose(together.sums[names], apart.sums[names])
 
 
 def test_positions_that_are_not_usable_count_nothing() -> None:
     calibration = Calibration()
     calibration.add(replace(made(np.random.default_rng(5)), is_usable=np.zeros(30, bool)))
     assert calibration.tokens == 0
-    assert not calibration._sums.any()
-    assert not calibration._wealth.any()
+    assert not calibration.sums.any()
+    assert not calibration.wealth.any()
 
 
 def test_a_restricted_draw_is_exact_without_the_normaliser() -> None:

@@ -197,15 +197,15 @@ class PagedCache:
         return (
             end <= sequence.table.capacity
             and computed >= len(sequence.chains) * self._page_tokens
-            and not self._lacks_seen_pages(sequence)
+            and not self.lacks_seen_pages(sequence)
         )
 
-    def _lacks_seen_pages(self, sequence: Sequence) -> bool:
+    def lacks_seen_pages(self, sequence: Sequence) -> bool:
         """True if it rolled back further than its pages reach: it computes all of its tokens again."""
         return self._has_windows and sequence.computed_length < sequence.shortest_rollback
 
     def make_ready(self, sequence: Sequence, end: int) -> bool:
-        if self._lacks_seen_pages(sequence):
+        if self.lacks_seen_pages(sequence):
             sequence.chains.clear()
             self._shorten(sequence, 0)
         if not self._holders.get(sequence) and not self._may_begin(sequence):

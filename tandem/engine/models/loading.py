@@ -73,7 +73,7 @@ def load_model(
     checkpoint = open_checkpoint(folder)
     # Before the weights, which may take minutes, so that a broken tokenizer is refused at once.
     vocabulary_hash = tokenizer_hash(checkpoint.folder)
-    module = _load_module(checkpoint, torch_device, torch_dtype)
+    module = load_module(checkpoint, torch_device, torch_dtype)
     try:
         layers, is_packed = probe(module, torch_device)
     except Exception as error:
@@ -108,7 +108,12 @@ def load_model(
     return LoadedModel(module, info, layers, is_packed, torch_dtype, torch_device, shapes, names)
 
 
-def _load_module(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Any:
+def load_module(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Any:
+    """The model of transformers for a checkpoint, with its weights, ready for inference.
+
+    Raises:
+        ModelFolderError: Its weights do not load or do not fit, or its layers are recurrent.
+    """
     config = _load_config(checkpoint)
     _refuse_recurrent(checkpoint, config)
     empty = empty_model(checkpoint, config)

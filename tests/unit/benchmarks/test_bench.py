@@ -106,13 +106,13 @@ def test_the_report_names_every_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tool.write_text(NVIDIA_SMI)
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert [line.split(", ")[1] for line in bench._gpus()] == ["NVIDIA H100 80GB HBM3"] * 2
+    assert [line.split(", ")[1] for line in bench.list_gpus()] == ["NVIDIA H100 80GB HBM3"] * 2
     assert "name,memory.total,driver_version" in (tmp_path / "nvidia-smi.asked").read_text()
 
     tool.write_text("#!/bin/sh\nexit 9\n")
-    assert bench._gpus() == ()
+    assert bench.list_gpus() == ()
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    assert bench._gpus() == ()
+    assert bench.list_gpus() == ()
 
 
 async def test_steps_are_timed_from_the_start_of_a_batch_and_not_from_that_of_its_coordinator(

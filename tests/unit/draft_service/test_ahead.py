@@ -169,8 +169,10 @@ async def test_each_continuation_is_what_would_be_proposed(
     of the first outcome; and after a miss."""
     leads = 0
     async with proposing(make_model(family)) as proposer, proposer.sequence(options) as sequence:
-        history = proposer._histories[options.row_kind, options.sampling.is_greedy, False, False]._accepted
-        history._rates = [0.99] * len(history._rates)  # as a draft that is nearly always right
+        history = proposer.histories[
+            options.row_kind, options.sampling.is_greedy, False, False
+        ].accepted_shares
+        history.rates = [0.99] * len(history.rates)  # as a draft that is nearly always right
         first = await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, BUDGET))
         before = (*PROMPT, *first.token_ids)
         count = K

@@ -76,10 +76,10 @@ class PlannedBackend(CpuNativeBackend):
         self._trace = trace
         self.reference = reference
         self._head = model.module if isinstance(model.module, HeadModel) else None
-        self._plans: dict[int, ExecutionPlan] = {}
+        self.plans: dict[int, ExecutionPlan] = {}
         self._uses: Counter[int] = Counter()
         """Steps that wanted a plan which was not there, by its size."""
-        self._is_trusted = True
+        self.is_trusted = True
         # One of each size. A drafting head reads no prompt beside other sequences.
         sizes = [size for size in TOKEN_COUNTS if size <= WIDEST_SEGMENT or self._head is None]
         self.warm_up_steps = [
@@ -89,7 +89,7 @@ class PlannedBackend(CpuNativeBackend):
 
     def prompt_tokens(self, limit: int) -> int:
         """See `StepBackend`. A prompt that plans hold comes faster in parts than in one step by the modules."""
-        is_faster = self._is_trusted and self._computes_wanted_rows_only
+        is_faster = self.is_trusted and self._computes_wanted_rows_only
         return min(limit, WIDEST_SEGMENT) if is_faster else limit
 
     def run_modules(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
@@ -99,11 +99,11 @@ class PlannedBackend(CpuNativeBackend):
         # Without a head, a plan computes the logits of all its tokens: beyond this many, of which few are
         # wanted, the modules are faster.
         is_better_plain = count > 8 and 2 * len(rows) < count and not self._computes_wanted_rows_only
-        if not self._is_trusted or count > TOKEN_COUNTS[-1] or is_better_plain:
+        if not self.is_trusted or count > TOKEN_COUNTS[-1] or is_better_plain:
             return super().run_modules(segments, rows)
         size = next(size for size in TOKEN_COUNTS if size >= count)
-        if size in self._plans:
-            return self._replay(self._plans[size], packing, rows)
+        if size in self.plans:
+            return self._replay(self.plans[size], packing, rows)
         self._uses[size] += 1
         if self.is_warm and self._uses[size] < _WORTHWHILE_USES:
             return super().run_modules(segments, rows)
@@ -112,7 +112,7 @@ class PlannedBackend(CpuNativeBackend):
     def run_branches(self, parts: SequenceOf[BranchStep]) -> Tensor:
         """See `StepBackend`; by the model's modules where there is no plan of the size."""
         packing = Packing(parts)
-        plan = self._plans.get(next((size for size in TOKEN_COUNTS if size >= packing.token_count), 0))
+        plan = self.plans.get(next((size for size in TOKEN_COUNTS if size >= packing.token_count), 0))
         if plan is None:
             return super().run_branches(parts)
         for part in parts:
@@ -128,7 +128,7 @@ class PlannedBackend(CpuNativeBackend):
 
     @property
     def _computes_wanted_rows_only(self) -> bool:
-        return any(plan.computes_wanted_rows_only for plan in self._plans.values())
+        return any(plan.computes_wanted_rows_only for plan in self.plans.values())
 
     def _try_out(self, size: int, packing: Packing, rows: SequenceOf[int]) -> Tensor:
         # The last token has looked at all others. Logits of all, of a large vocabulary, take longer than the step.
@@ -139,15 +139,15 @@ class PlannedBackend(CpuNativeBackend):
             # Half a spread where the step fills its plan, which makes the calls of the modules. Where tokens are
             # padded, torch may choose a kernel that adds up in another order, so the error may be that of any
             # kernel: in float32, 129 tokens in the plan of 160 differ from the modules by 0.2 to 0.52 spreads.
-            self._plans[size] = try_out(
+            self.plans[size] = try_out(
                 lambda: ExecutionPlan(self._trace, self.attention, size, states),
                 lambda plan: self.reference.in_spreads(self._replay(plan, packing, compared), expected),
                 0.5 if size == packing.token_count else self.reference.limit,
             )
         except DistrustedError as error:
             logger.warning("steps run by the model's modules", extra={"reason": str(error)})
-            self._is_trusted = False
-            self._plans.clear()
+            self.is_trusted = False
+            self.plans.clear()
             # Once more: keys and values must be the modules' own
             return super().run_modules(packing.segments, rows)
         return expected[[compared.index(row) for row in rows]]

@@ -41,7 +41,7 @@ class PackedLinear(nn.Linear):
     _packed: Tensor
     _dtype: torch.dtype
     _float_bias: Tensor | None
-    _output_dtype: torch.dtype
+    output_dtype: torch.dtype
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name
         if input.dtype is torch.float32 and self._dtype is torch.bfloat16:
@@ -50,7 +50,7 @@ class PackedLinear(nn.Linear):
             return nn.functional.linear(input, self.weight, self.bias)
         linear = getattr(tracing, "linear", self._kernels.linear)
         return cast(
-            Tensor, linear(input, self._packed, self._float_bias, self.out_features, self._output_dtype)
+            Tensor, linear(input, self._packed, self._float_bias, self.out_features, self.output_dtype)
         )
 
     @property
@@ -85,7 +85,7 @@ def _pack_layer(layer: Any, kernels: Kernels, output_dtype: torch.dtype) -> None
     layer.__class__ = PackedLinear
     layer._kernels = kernels
     layer._dtype = weight.dtype
-    layer._output_dtype = output_dtype
+    layer.output_dtype = output_dtype
     layer._packed = packed(weight, kernels.block)
     layer._float_bias = None if bias is None else bias.detach().float()
 
@@ -96,7 +96,7 @@ def unpack_linears(module: nn.Module) -> None:
     for layer in layers:
         weight = layer.weight
         layer.__class__ = nn.Linear
-        for name in ("_kernels", "_dtype", "_output_dtype", "_packed", "_float_bias"):
+        for name in ("_kernels", "_dtype", "output_dtype", "_packed", "_float_bias"):
             delattr(layer, name)
         layer.weight = nn.Parameter(weight, requires_grad=False)
 

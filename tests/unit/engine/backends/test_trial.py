@@ -116,7 +116,7 @@ def test_a_model_that_cannot_have_a_wide_residual_stream_keeps_its_own(
         backends = _with_kernels(tiny_model("mixtral").folder)
     assert "the residual stream stays bfloat16" in caplog.text
     layers = [layer for layer in backends.model.module.modules() if isinstance(layer, PackedLinear)]
-    assert [layer._output_dtype for layer in layers].count(torch.float32) == 1
+    assert [layer.output_dtype for layer in layers].count(torch.float32) == 1
 
 
 _PEAK = """

@@ -191,7 +191,7 @@ class PagedCaches(RuleBasedStateMachine):
     @invariant()
     def each_reads_what_it_computed(self) -> None:
         for sequence in self.sequences:
-            if self.cache._lacks_seen_pages(sequence):
+            if self.cache.lacks_seen_pages(sequence):
                 assert sequence.computed_length == 0, "it begins again"
                 continue
             for index in range(len(self.arena.layers)):

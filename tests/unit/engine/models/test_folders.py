@@ -540,7 +540,7 @@ def test_at_most_a_shard_is_in_memory_beside_the_model(sharded: Path, device: st
     sampling = threading.Thread(target=sample)
     sampling.start()
     try:
-        module = loading._load_module(checkpoint, torch.device(device), getattr(torch, dtype))
+        module = loading.load_module(checkpoint, torch.device(device), getattr(torch, dtype))
     finally:
         ended.set()
         sampling.join()
@@ -549,7 +549,7 @@ def test_at_most_a_shard_is_in_memory_beside_the_model(sharded: Path, device: st
 
 
 def test_every_tensor_arrives_on_the_device_itself(llama: TinyModel) -> None:
-    module = loading._load_module(open_checkpoint(llama.folder), torch.device("meta"), torch.bfloat16)
+    module = loading.load_module(open_checkpoint(llama.folder), torch.device("meta"), torch.bfloat16)
     assert {tensor.device.type for tensor in module.state_dict().values()} == {"meta"}
     assert {tensor.device.type for tensor in module.buffers()} == {"meta"}
     assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}

@@ -79,7 +79,7 @@ def _both_ways(runner: Runner, segments: list[Segment], rows: list[int]) -> tupl
         runner.backend.run(segments, rows)
         replayed = runner.backend.run(segments, rows)
         assert isinstance(runner.backend, PlannedBackend)
-        assert runner.backend._is_trusted, "the plan failed its trial"
+        assert runner.backend.is_trusted, "the plan failed its trial"
         return CpuNativeBackend.run_modules(runner.backend, segments, rows), replayed
 
 
@@ -226,8 +226,7 @@ def test_after_the_warm_up_a_size_is_compiled_when_it_has_been_wanted_often(llam
     backend.is_warm = True
     with torch.inference_mode():
         steps = [
-            (backend.run(_segments([(0, 3), (0, 2)]), range(5)).clone(), 5 in backend._plans)
-            for _ in range(9)
+            (backend.run(_segments([(0, 3), (0, 2)]), range(5)).clone(), 5 in backend.plans) for _ in range(9)
         ]
     assert [has_plan for _, has_plan in steps] == [False] * 7 + [True] * 2
     assert all(torch.equal(logits, steps[0][0]) for logits, _ in steps)

@@ -114,7 +114,8 @@ class CoordinatorService(Service):
         defaults = self.replicas.fleet.sampling_defaults
         models = Models(target_info, None, encoder, self._grammars, defaults)
         completions.connect(self.replicas, models)
-        self.observer.ready(target_info.name, self._state, self.replicas.ask_for_statistics)
+        name = self._settings.served_names(target_info.name)[0]
+        self.observer.ready(name, self._state, self.replicas.ask_for_statistics)
         # Without HTTP the process of the template starts with the first chat.
         await self.chats.meet(target_info.name, files, is_checked=self.http is not None)
         ready = [shot for shot in self.replicas.snapshots() if shot.state is ReplicaState.READY]
@@ -164,7 +165,7 @@ class CoordinatorService(Service):
     def _state(self) -> State:
         completions = self.completions
         return State(
-            completions.models.target.name,
+            self._settings.served_names(completions.models.target.name)[0],
             self._settings.num_speculative_tokens,
             completions.admission.running,
             completions.admission.queued,

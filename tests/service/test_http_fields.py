@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,8 @@ async def test_the_model_may_have_several_names() -> None:
             for name in ("one/a", "b")
         ]
         status, error = await post(cluster, **(PROMPT | {"model": "c"}))
+        metrics = (await cluster.http.get("/metrics")).text
+    assert set(re.findall(r'model_name="([^"]*)"', metrics)) == {"one/a"}
     assert [model["id"] for model in models["data"]] == ["one/a", "b"]
     assert other["id"] == "b"
     assert [answer["model"] for answer in answers] == ["one/a"] * 2, "as in vLLM answers have the first"

@@ -43,7 +43,7 @@ from tandem_coordinator.requests.admission import peer_of_host
 from tandem_coordinator.requests.plan import Models, keep_out, truncate
 from tandem_coordinator.requests.runner import RequestRunner
 from tandem_coordinator.requests.validation import REQUEST_RULES, TokenizedRequest, outside_vocabulary
-from tandem_coordinator.settings.coordinator import CoordinatorSettings, RequestBounds, split_entries
+from tandem_coordinator.settings.coordinator import CoordinatorSettings, RequestBounds
 from tandem_coordinator.settings.sampling import as_sampling
 from tandem_coordinator.telemetry.observer import CHAT, TEXT_COMPLETION, Choices
 
@@ -345,7 +345,7 @@ class App:
     @property
     def _model_names(self) -> list[str]:
         """The names that the model is served under."""
-        return split_entries(self._settings.served_model_name) or [self._completions.models.target.name]
+        return self._settings.served_names(self._completions.models.target.name)
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, "", *self._model_names):

@@ -287,6 +287,14 @@ class CoordinatorSettings(
         ),
     )
 
+    def served_names(self, target: str) -> list[str]:
+        """The names that the model is served under, of which answers and metrics have the first.
+
+        Args:
+            target: Name of the target's folder, which is the only one by default.
+        """
+        return split_entries(self.served_model_name) or [target]
+
     @property
     def certificate_files(self) -> tuple[Path, ...]:
         """Files of certificates that the process uses, including those for its services."""

@@ -95,7 +95,7 @@ class State:
     """The coordinator at the moment at which its metrics are read."""
 
     model_name: str
-    """The target's."""
+    """The one that the model is served under."""
     num_speculative_tokens: int
     """Tokens that a proposal usually has."""
     running: int
@@ -129,7 +129,7 @@ class Observer:
         state: Callable[[], State],
         refresh: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """The services are connected: name the target model from now on, and report the coordinator's state. `refresh`
+        """The services are connected: name the model from now on, and report the coordinator's state. `refresh`
         brings the parts of it up to date that services know; whoever asks for `prometheus_text` does that before."""
 
     def begin(

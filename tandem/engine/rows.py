@@ -568,13 +568,26 @@ def _with_sampled(
     return replace(other, raw_logprobs=tuple(raw), processed_logprobs=processed)
 
 
-def verifications(
+class LaunchedRows:
+    """Rows that the device computes, after all that was launched before."""
+
+    def __init__(self, chunks: Sequence[_Chunk], launched: Sequence[Tensor]) -> None:
+        self._chunks = chunks
+        self._launched = launched
+
+    def read(self) -> list[Verification | None]:
+        """Wait for the device; the rows of each request, None for one whose logits are not finite."""
+        found = iter(to_host(self._launched))
+        return [answer for chunk in self._chunks for answer in chunk.read(found)]
+
+
+def launch_rows(
     requests: Sequence[RowRequest],
     logits: Tensor,
     sampler: Sampler = TORCH_SAMPLER,
     chunk_values: int | None = None,
-) -> list[Verification | None]:
-    """The rows of each request, of logits [rows of all in order, V]; None for one whose logits are not finite.
+) -> LaunchedRows:
+    """Have the device compute the rows of each request, of logits [rows of all in order, V]. Does not wait for it.
 
     Args:
         chunk_values: Logits that are worked on at a time, in whole requests, which bounds the memory that it takes;
@@ -588,9 +601,17 @@ def verifications(
         first = end
     # One copy in and one out for all.
     given = iter(to_device([array for chunk in chunks for array in chunk.inputs()], logits.device))
-    launched = [tensor for chunk in chunks for tensor in chunk.launch(given, sampler)]
-    found = iter(to_host(launched))
-    return [answer for chunk in chunks for answer in chunk.read(found)]
+    return LaunchedRows(chunks, [tensor for chunk in chunks for tensor in chunk.launch(given, sampler)])
+
+
+def verifications(
+    requests: Sequence[RowRequest],
+    logits: Tensor,
+    sampler: Sampler = TORCH_SAMPLER,
+    chunk_values: int | None = None,
+) -> list[Verification | None]:
+    """The rows of `launch_rows`, at once."""
+    return launch_rows(requests, logits, sampler, chunk_values).read()
 
 
 def _in_chunks(

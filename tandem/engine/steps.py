@@ -122,6 +122,8 @@ class StepBackend(ABC):
     sequences. Those of all but the first are few, as where one reads a prompt beside others that decode."""
     is_warm = False
     """True once those for which there was time have been run: what is prepared from then on delays requests."""
+    returns_early: bool = False
+    """True if `run` only launches a step, which the host waits for where it reads something of it."""
 
     can_branch: bool = False
     writes_behind_trunk: bool = False
@@ -157,6 +159,14 @@ class StepBackend(ABC):
         raise NotImplementedError
 
 
+class PendingRows(Protocol):
+    """Rows of a step that the device may still compute."""
+
+    def read(self) -> list[Verification | None]:
+        """Wait for them; one for each request, None where the logits are not finite. Called once, before the next
+        step."""
+
+
 class ModelRunner(Protocol):
     """A model as an engine runs it: here (`Backends`), or by another engine's workers."""
 
@@ -170,8 +180,8 @@ class ModelRunner(Protocol):
         """Take the memory for the KV cache; the backend runs steps over it. Called once; a ConfigurationError says that
         the settings cannot be met."""
 
-    def verify(self, requests: SequenceOf[RowRequest], logits: Any) -> list[Verification | None]:
-        """The rows of a step's logits; see `tandem.engine.rows.verifications`."""
+    def launch_rows(self, requests: SequenceOf[RowRequest], logits: Any) -> PendingRows:
+        """The rows of a step's logits; see `tandem.engine.rows.launch_rows`."""
 
     def are_finite(self, logits: Any) -> bool:
         """True if every row of a step's logits has a highest one."""

@@ -22,8 +22,8 @@ from tandem.engine.kv_cache.arena import memory_allowance
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.checkpoint import Checkpoint, open_checkpoint, tokenizer_hash
 from tandem.engine.models.loading import end_ids_within
-from tandem.engine.rows import ROW_ARRAYS, verifications
-from tandem.engine.steps import BranchDraws, BranchStep, StepBackend
+from tandem.engine.rows import ROW_ARRAYS, launch_rows, verifications
+from tandem.engine.steps import BranchDraws, BranchStep, PendingRows, StepBackend
 from tandem.engine_vllm.adapter import Core, gpus_to_itself, load_core, uses_v2_runner
 from tandem.engine_vllm.cache import BlockCache
 from tandem.engine_vllm.heads import VllmHeads
@@ -245,6 +245,19 @@ class RemoteLogits:
         return self.apply(_some, (rows.start, rows.stop))
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteRows:
+    """Rows that another process makes and reads. They are launched when they are asked for: behind the model's step,
+    which runs by then."""
+
+    requests: SequenceOf[RowRequest]
+    logits: RemoteLogits
+
+    def read(self) -> list[Verification | None]:
+        """See `PendingRows`."""
+        return self.logits.apply(_VERIFICATIONS, self.requests)
+
+
 class VllmModel:
     """See `tandem.engine.steps.ModelRunner`."""
 
@@ -289,13 +302,14 @@ class VllmModel:
         logger.info("kv cache sized", extra={"tokens": cache.usage().total_tokens})
         return cache, VllmSteps(self, cache, core)
 
-    def verify(self, requests: SequenceOf[RowRequest], logits: RemoteLogits) -> list[Verification | None]:
-        if not self._core.has_one_process:
-            # What decides and leads stays here: it cannot be pickled, and rows do not depend on it.
-            requests = [
-                replace(each, on_led=None, leading=Leading(), rule=None, proposal=None) for each in requests
-            ]
-        return logits.apply(_VERIFICATIONS, requests)
+    def launch_rows(self, requests: SequenceOf[RowRequest], logits: RemoteLogits) -> PendingRows:
+        if self._core.has_one_process:
+            return logits.apply(_LAUNCH_ROWS, requests)
+        # What decides and leads stays here: it cannot be pickled, and rows do not depend on it.
+        requests = [
+            replace(each, on_led=None, leading=Leading(), rule=None, proposal=None) for each in requests
+        ]
+        return RemoteRows(requests, logits)
 
     def propose(self, ends: SequenceOf[RoundEnd], count: int) -> list[list[int]]:
         """See `HeadModel`."""
@@ -319,6 +333,7 @@ class VllmModel:
         self._core.engine.shutdown()
 
 
+_LAUNCH_ROWS = partial(launch_rows, chunk_values=_ROW_VALUES)
 _VERIFICATIONS = partial(verifications, chunk_values=_ROW_VALUES)
 
 
@@ -339,6 +354,7 @@ class VllmSteps(StepBackend):
         self._model = model
         self._cache = cache
         self._limits = core.config.scheduler_config
+        self.returns_early = core.config.device_config.device_type != "cpu"
         self.can_branch = core.has_one_process
         self.draws_branches = self.can_branch and model.drafts_by_itself
 

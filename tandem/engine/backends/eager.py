@@ -220,6 +220,7 @@ class SerialBackend(StepBackend):
     def __init__(self, model: LoadedModel, arena: KvArena) -> None:
         self._model = model
         self._arena = arena
+        self.returns_early = model.device.type != "cpu"
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
         logits = []
@@ -276,6 +277,7 @@ class EagerBackend(StepBackend):
     def __init__(self, model: LoadedModel, arena: KvArena) -> None:
         self._model = model
         self._arena = arena
+        self.returns_early = model.device.type != "cpu"
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
         model = self._model

@@ -547,7 +547,8 @@ class Engine(Generic[PayloadT, ResultT]):
                 rows.extend(range(token_end - job.row_count, token_end))
                 ready.append(job)
         self._prepare(ready)
-        self._deliver()
+        if not self._runner.returns_early:
+            self._deliver()
         logits = self._runner.run(segments, rows)
         model_end = time.perf_counter()
         for job, segment in zip(jobs, segments, strict=True):
@@ -555,6 +556,7 @@ class Engine(Generic[PayloadT, ResultT]):
             self._cache.after_step(job.sequence)
             if job.row_count == 0 and job.sequence.pending_count == 0 and job.withheld is None:
                 self._settle(job, None)  # it wanted keys and values only
+        self._step_launched(ready)
         outcomes = self._head(ready, logits) if ready else []
         return list(zip(ready, outcomes, strict=True)), len(rows), model_end
 
@@ -563,6 +565,16 @@ class Engine(Generic[PayloadT, ResultT]):
 
     def _prepare(self, ready: SequenceOf[Job[PayloadT]]) -> None:
         """Begins, on another thread, what the head needs for jobs that the forward pass to come completes."""
+
+    def _step_launched(self, ready: SequenceOf[Job[PayloadT]]) -> None:
+        """Delivers beside the step that a device runs now, before the head waits for it."""
+        self._deliver_beside_device()
+
+    def _deliver_beside_device(self) -> None:
+        """Delivers the results of the step before if a device runs one now. Not earlier: the event loop would take the
+        interpreter from what launches it, while the device has nothing to do."""
+        if self._runner.returns_early:
+            self._deliver()
 
     def _conclude(self, job: Job[PayloadT], outcome: HeadOutcome[ResultT]) -> None:
         if isinstance(outcome, Extended):
@@ -625,7 +637,8 @@ class RowEngine(Engine[RowRequest, Verification]):
         Args:
             drafter: Makes the proposals of steps that ask for those of the target's own head.
         """
-        super().__init__(model, partial(row_head, model=model), settings, on_step, on_failure=on_failure)
+        head = partial(row_head, model=model, on_launched=self._deliver_beside_device)
+        super().__init__(model, head, settings, on_step, on_failure=on_failure)
         self._drafter = drafter
         self._masks = ThreadPoolExecutor(1, "masks")
 
@@ -665,8 +678,9 @@ class RowEngine(Engine[RowRequest, Verification]):
         ]
         if self._drafter is None:
             return
-        # The answers leave first: nobody waits for what is drafted behind them.
-        self._deliver()
+        if not self._runner.returns_early:
+            # The answers leave first: nobody waits for what is drafted behind them.
+            self._deliver()
         if ready:
             for job, proposal in zip(ready, self._drafter.propose(ready), strict=True):
                 self._add_proposal(job, proposal)
@@ -685,6 +699,10 @@ class RowEngine(Engine[RowRequest, Verification]):
         job.row_count = len(proposal) + 1
         job.payload = job.payload.with_proposal(proposal)
         sequence.want_rows(job.row_count)
+
+    def _step_launched(self, ready: SequenceOf[Job[RowRequest]]) -> None:
+        if not ready:
+            super()._step_launched(ready)  # otherwise when the rows are launched as well
 
     def _prepare(self, ready: SequenceOf[Job[RowRequest]]) -> None:
         """Compute masks while the model computes logits: they depend on the tokens alone."""
@@ -724,15 +742,20 @@ def _constrained(
 
 
 def row_head(
-    ready: SequenceOf[Job[RowRequest]], logits: Any, model: ModelRunner
+    ready: SequenceOf[Job[RowRequest]],
+    logits: Any,
+    model: ModelRunner,
+    on_launched: Callable[[], None] = lambda: None,
 ) -> list[Done[Verification] | Failed]:
-    """Logits become the rows that each job asks for."""
+    """Logits become the rows that each job asks for. `on_launched` is called before the host waits for them."""
     given = [_with_tokens(job) for job in ready]
     requests = [
         each if isinstance(each, RowRequest) else replace(job.payload, grammar=None)
         for each, job in zip(given, ready, strict=True)
     ]
-    answers = model.verify(requests, logits)
+    launched = model.launch_rows(requests, logits)
+    on_launched()
+    answers = launched.read()
     decided = decide_own([job.payload for job in ready], answers)
     outcomes: list[Done[Verification] | Failed] = []
     for job, each, answer, acceptance in zip(ready, given, answers, decided, strict=True):

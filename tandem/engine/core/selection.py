@@ -16,9 +16,9 @@ from tandem.engine.interface import EngineSettings, RowRequest
 from tandem.engine.kv_cache.arena import KvArena, arena_pages
 from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.models.loading import LoadedModel, fix_rotary_frequencies
-from tandem.engine.rows import TORCH_SAMPLER, Sampler, verifications
+from tandem.engine.rows import TORCH_SAMPLER, LaunchedRows, Sampler, launch_rows
 from tandem.engine.steps import StepBackend
-from tandem.model.types import ModelInfo, Verification
+from tandem.model.types import ModelInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class Backends:
         arena = KvArena(model.layers, pages, model.dtype, model.device)
         return PagedCache(arena, reuses_prefixes=settings.prefix_reuse), self.steps(arena)
 
-    def verify(self, requests: SequenceOf[RowRequest], logits: Tensor) -> list[Verification | None]:
-        return verifications(requests, logits, self.sampler)
+    def launch_rows(self, requests: SequenceOf[RowRequest], logits: Tensor) -> LaunchedRows:
+        return launch_rows(requests, logits, self.sampler)
 
     def are_finite(self, logits: Tensor) -> bool:
         return bool(logits.amax(dim=-1).isfinite().all())

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import pace
 from benchmarks.coordinator_cost import CostSettings
+from benchmarks.device_idle import IdleSettings
 from benchmarks.pace import DelaySettings, Pace, PaceSettings
 from benchmarks.studies.exactness import ExactnessSettings
 from benchmarks.studies.hostile import HostileSettings
@@ -27,6 +28,9 @@ GRPC = "grpc-readers"
     [
         (CostSettings, "", {"streams": 64, "rule": "greedy", "pairs": 1, "output_tokens": 200, "against": None}),
         (CostSettings, "--streams 8 --rule residual --pairs 10", {"streams": 8, "rule": "residual", "pairs": 10}),
+        (IdleSettings, "--batch 1,4 --step-ms 3 --answers-first --max-sequences 4", {
+            "batch": (1, 4), "step_ms": 3.0, "answers_first": True, "serve": None,
+            "arguments": ["--max-sequences", "4"]}),
         (ExactnessSettings, "--model smollm2 --prompts 7", {"model": "smollm2", "prompts": 7}),
         (HostileSettings, "", {"kind": (), "attack": (), "seconds": 20.0}),
         (HostileSettings, f"{HTTP} {GRPC} --seconds 2", {"kind": (HTTP, GRPC), "seconds": 2.0}),

@@ -22,7 +22,9 @@ from tandem.engine.core.jobs import Continue, Done, Job, StepRecord
 from tandem.engine.core.selection import Backends
 from tandem.engine.core.timing import LEAST_SECONDS, MARGIN, MOST_SECONDS, StepTimes, StepWatchdog
 from tandem.engine.interface import EngineSettings
+from tandem.engine.kv_cache.arena import KvArena
 from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.steps import StepBackend
 from tandem.errors import (
     CapacityError,
     ConfigurationError,
@@ -506,16 +508,39 @@ class Client:
         assert usage.reserved_tokens + usage.retained_tokens <= _TOTAL_TOKENS
 
 
+class EarlyBackends(Backends):
+    """Steps that the engine takes for those of a device."""
+
+    def steps(self, arena: KvArena) -> StepBackend:
+        backend = super().steps(arena)
+        backend.returns_early = True
+        return backend
+
+
 @pytest.mark.parametrize(
-    ("family", "chunk", "prefix_reuse"),
-    [("llama", 5, True), ("llama", 64, False), ("mistral", 5, True), ("falcon", 64, True)],
+    ("family", "chunk", "prefix_reuse", "returns_early"),
+    [
+        ("llama", 5, True, False),
+        ("llama", 64, False, False),
+        ("mistral", 5, True, False),
+        ("falcon", 64, True, False),
+        ("llama", 5, True, True),
+        ("mistral", 5, True, True),
+    ],
 )
 async def test_random_interleavings(
-    family: str, chunk: int, prefix_reuse: bool, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    chunk: int,
+    prefix_reuse: bool,
+    returns_early: bool,
+    tiny_model: MakeModel,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scheduler, "IDLE_SECONDS", 0.02)  # clients sit on their pages as long as they like
     model = tiny_model(family)
     backends = model.backends if model.backends.native is None else model.with_plans
+    if returns_early:
+        backends = EarlyBackends(backends.model, backends.native)
     limits: dict[str, Any] = {"max_length": _MAX_LENGTH, "max_sequences": 6}
     limits["kv_cache_bytes"] = _kv_bytes(model, _TOTAL_TOKENS)
     limits |= {"prefix_reuse": prefix_reuse, "prefill_chunk_tokens": chunk}

@@ -68,6 +68,7 @@ USED: Mapping[str, tuple[str, ...]] = {
         "req_ids", "resumed_req_ids", "new_token_ids", "all_token_ids", "new_block_ids", "num_computed_tokens",
         "num_output_tokens",
     ),
+    "vllm.v1.kv_cache_interface:MambaSpec": ("mamba_type", "num_speculative_blocks"),
     "vllm.v1.kv_cache_interface:AttentionSpec": ("block_size",),
     "vllm.v1.kv_cache_interface:FullAttentionSpec": ("block_size",),
     "vllm.v1.request:RequestStatus.RUNNING": (),
@@ -77,6 +78,7 @@ USED: Mapping[str, tuple[str, ...]] = {
 USED_OF_RUNNERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "V1": {
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model": ("scheduler_output",),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._may_reorder_batch": ("scheduler_output",),
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._determine_batch_execution_and_padding": (
             "num_tokens",
             "num_reqs",
@@ -128,6 +130,7 @@ USED_OF_RUNNERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "input_batch", "hidden_states", "aux_hidden_states", "attn_metadata", "slot_mappings_by_layer",
             "dp_sync_state",
         ),
+        "vllm.v1.core.sched.output:SchedulerOutput.make_empty": (),
         "vllm.v1.worker.gpu.input_batch:InputBatch": ("req_ids", "query_start_loc_np"),
         "vllm.v1.worker.gpu.states:RequestState.apply_staged_writes": (),
         "vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor.stage_write": ("index", "start", "x"),
@@ -150,15 +153,18 @@ RUNNER_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "V1": (
         "execute_model_state", "requests", "input_batch.req_ids", "input_batch.req_id_to_index",
         "input_batch.token_ids_cpu", "input_batch.is_token_ids", "input_batch.num_tokens_no_spec",
-        "input_batch.num_prompt_tokens", "input_batch.block_table.block_tables", "input_ids.gpu", "positions",
-        "seq_lens", "query_start_loc.gpu", "query_start_loc.cpu", "optimistic_seq_lens_cpu", "attn_groups",
-        "uses_mrope", "supports_mm_inputs", "enable_prompt_embeds", "speculative_config", "model.compute_logits",
+        "input_batch.num_prompt_tokens", "input_batch.num_accepted_tokens_cpu",
+        "input_batch.block_table.block_tables", "input_ids.gpu", "positions", "seq_lens",
+        "query_start_loc.gpu", "query_start_loc.cpu", "optimistic_seq_lens_cpu", "attn_groups",
+        "uses_mrope", "supports_mm_inputs", "enable_prompt_embeds", "speculative_config", "model_config.is_hybrid",
+        "model.compute_logits",
     ),
     "V2": (
         "execute_model_state", "req_states.req_id_to_index", "req_states.all_token_ids.stage_write",
         "req_states.prefill_len.np", "req_states.num_computed_tokens.stage_write_elem", "model.compute_logits",
         "req_states.last_sampled_tokens", "req_states.next_prefill_tokens", "sampler.sampling_states", "speculator",
-        "_draft_workspace_lane",
+        "_draft_workspace_lane", "req_states.num_computed_tokens.gpu", "req_states.num_computed_tokens_np",
+        "uses_inputs_embeds", "model_state.rope_state",
     ),
 }  # fmt: skip
 """Members that it has once it is made, which no signature tells."""

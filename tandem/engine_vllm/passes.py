@@ -23,12 +23,6 @@ _NOWHERE = -1
 """vLLM's place for keys and values that nobody keeps."""
 
 
-def can_go_on(runner: Any) -> bool:
-    """True if tokens alone are what a pass of this model takes, by the runner that vLLM calls V1."""
-    is_v1 = not hasattr(runner, "req_states")
-    return is_v1 and not (runner.uses_mrope or runner.supports_mm_inputs or runner.enable_prompt_embeds)
-
-
 class Passes:
     """The passes behind one step."""
 
@@ -65,7 +59,7 @@ class Passes:
 
         runner = self._runner
         size = self._size
-        tokens = _to_all_ranks(token_ids, self._drafted).clamp(min=0)
+        tokens = to_all_ranks(token_ids, self._drafted).clamp(min=0)
         runner.input_ids.gpu[:size].index_copy_(0, self._drafted, tokens.to(runner.input_ids.gpu.dtype))
         grows = self._grows[self._depth]
         self._lengths += grows
@@ -162,7 +156,7 @@ class Passes:
         return by_layer, metadata
 
 
-def _to_all_ranks(token_ids: Tensor | None, like: Tensor) -> Tensor:
+def to_all_ranks(token_ids: Tensor | None, like: Tensor) -> Tensor:
     """The first rank's tokens, on all of them."""
     from vllm.distributed import get_tp_group
 

@@ -6,7 +6,7 @@ Between `execute_model` and `sample_tokens`, which is never called, it leaves lo
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.rows import to_device
+from tandem.engine_vllm.passes import Passes
 from tandem.engine_vllm.step import Part, RoundEnd, SharedNoise
 from tandem.model.sampling.noise import Purpose, sample, stream_keys
 
@@ -48,13 +49,41 @@ class RunnerV1:
                 batch.is_token_ids[index, part.first : certain] = True
                 batch.num_tokens_no_spec[index] = batch.num_prompt_tokens[index] = certain
 
+    @contextmanager
+    def from_states(self, parts: Sequence[Part]) -> Iterator[None]:
+        """Let recurrent layers go on from the states of `Part.kept_states` in a step during the block.
+
+        vLLM notes them where it samples, by places in its batch. It is told here once the batch holds the step's
+        requests, and before it sorts them: to it only what follows a prompt can be a verification.
+        """
+        runner = self._runner
+        if not runner.model_config.is_hybrid:
+            yield
+            return
+        batch = runner.input_batch
+        reorder = runner._may_reorder_batch
+
+        def reorder_batch(scheduled: Any) -> None:
+            for part in parts:
+                index = batch.req_id_to_index[part.request_id]
+                batch.num_accepted_tokens_cpu[index] = max(part.kept_states, 1)
+                if part.kept_states:
+                    batch.num_prompt_tokens[index] = part.start
+            reorder(scheduled)
+
+        runner._may_reorder_batch = reorder_batch
+        try:
+            yield
+        finally:
+            del runner._may_reorder_batch  # its class's own is there again
+
     def logits(self, state: Any, parts: Sequence[Part]) -> Tensor | None:
         """The rows that are wanted, in the order of the parts: vLLM computes a row of each request.
 
         `execute_model` left logits [sum of all draft counts + 1, vocabulary_size], request after request; only the
         first rank may have them.
         """
-        if self._runner.speculative_config is None and any(part.row_count > 1 for part in parts):
+        if any(part.row_count > part.draft_count + 1 for part in parts):
             return self._logits_of_states(state, parts)
         logits: Tensor | None = state.logits
         if logits is None:
@@ -65,7 +94,11 @@ class RunnerV1:
         for request_id in self.order(state):
             firsts[request_id] = count
             count += by_id[request_id].draft_count + 1
-        rows = [firsts[part.request_id] + row for part in parts for row in range(part.row_count)]
+        rows = [
+            firsts[part.request_id] + part.draft_count + 1 - back
+            for part in parts
+            for back in range(part.row_count, 0, -1)
+        ]
         return logits if rows == list(range(len(logits))) else logits[index_of(rows, logits)]
 
     def _logits_of_states(self, state: Any, parts: Sequence[Part]) -> Tensor | None:
@@ -133,6 +166,16 @@ class RunnerV1:
                 slot_mappings=state.slot_mappings,
             )
         return drafts
+
+    def can_go_on(self) -> bool:
+        """True if tokens alone are what a pass of this model takes, and it has no recurrent state."""
+        runner = self._runner
+        takes_more = runner.uses_mrope or runner.supports_mm_inputs or runner.enable_prompt_embeds
+        return not (takes_more or runner.model_config.is_hybrid)
+
+    def passes(self, ends: Mapping[str, int], counts: Mapping[str, int]) -> Passes:
+        """Passes behind the last step; see `Passes`."""
+        return Passes(self._runner, ends, counts)
 
     def time_head(self, sequences: int) -> float:
         """Seconds of the head's work for one token of so many sequences."""

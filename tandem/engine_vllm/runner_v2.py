@@ -7,14 +7,16 @@ tensors that Triton's kernels read.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.engine.rows import to_device
+from tandem.engine_vllm.passes import to_all_ranks
 from tandem.engine_vllm.runner_v1 import index_of, wait_for_device
 from tandem.engine_vllm.step import Part, RoundEnd
 from tandem.model.sampling.noise import Purpose, sample, stream_keys
@@ -44,6 +46,10 @@ class RunnerV2:
             states.prefill_len.np[index] = part.end
             states.num_computed_tokens.stage_write_elem(index, part.start)
         states.apply_staged_writes()
+
+    def from_states(self, parts: Sequence[Part]) -> AbstractContextManager[None]:
+        """See `RunnerV1.from_states`: models with recurrent layers are refused with this runner."""
+        return nullcontext()
 
     def logits(self, state: Any, parts: Sequence[Part]) -> Tensor | None:
         """The rows that are wanted, in the order of the parts, of hidden states [tokens of the step, hidden_size]."""
@@ -95,6 +101,14 @@ class RunnerV2:
             )
         return drafts
 
+    def can_go_on(self) -> bool:
+        """True if tokens alone are what a pass of this model takes."""
+        return not self._runner.uses_inputs_embeds and self._runner.model_state.rope_state is None
+
+    def passes(self, ends: Mapping[str, int], counts: Mapping[str, int]) -> PassesV2:
+        """Passes behind the last step; see `PassesV2`."""
+        return PassesV2(self._runner, ends, counts)
+
     def time_head(self, sequences: int) -> float:
         """Seconds of the head's work for one token of so many sequences.
 
@@ -119,6 +133,59 @@ class RunnerV2:
         finally:
             del speculator.propose  # its class's own is there again
         return seconds / int(speculator.num_speculative_steps)
+
+
+class PassesV2:
+    """Forward passes behind a step, of one token of each sequence, which the device knows and the host does not.
+
+    To this runner they are the steps that follow its own sampler: it finds tokens and lengths on the device.
+    """
+
+    def __init__(self, runner: Any, ends: Mapping[str, int], counts: Mapping[str, int]) -> None:
+        """See `tandem.engine_vllm.passes.Passes`."""
+        self._runner = runner
+        self._counts = dict(counts)
+        states = runner.req_states
+        self._indexes = [states.req_id_to_index[name] for name in counts]
+        self._host_lengths = [ends[name] for name in counts]
+        numbers = np.array([self._indexes, self._host_lengths], dtype=np.int64)
+        (given,) = to_device([numbers], states.last_sampled_tokens.device)
+        self._places, self._lengths = given
+        self._depth = 0
+
+    def run(self, token_ids: Tensor | None) -> Tensor | None:
+        """See `tandem.engine_vllm.passes.Passes`. A sequence that has all its tokens takes no part any more; its row is
+        another's."""
+        runner = self._runner
+        states = runner.req_states
+        tokens = to_all_ranks(token_ids, self._places).clamp(min=0)
+        states.last_sampled_tokens[self._places, 0] = tokens
+        lengths = self._lengths + self._depth
+        states.num_computed_tokens.gpu[self._places] = lengths.to(states.num_computed_tokens.gpu.dtype)
+        self._depth += 1
+        active = [name for name, count in self._counts.items() if count > self._depth]
+        for name, index, length in zip(self._counts, self._indexes, self._host_lengths, strict=True):
+            if name in active:
+                states.num_computed_tokens_np[index] = length + self._depth - 1
+        try:
+            runner.execute_model(_single_tokens(active))
+        finally:
+            state = runner.execute_model_state
+            runner.execute_model_state = None
+        order = {name: row for row, name in enumerate(state.input_batch.req_ids)}
+        rows = [order.get(name, 0) for name in self._counts]
+        hidden = state.hidden_states
+        return cast("Tensor | None", runner.model.compute_logits(hidden[index_of(rows, hidden)]))
+
+
+def _single_tokens(request_ids: Sequence[str]) -> Any:
+    """A step of one token of each of these known requests, as vLLM's scheduler describes it."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens = dict.fromkeys(request_ids, 1)
+    output.total_num_scheduled_tokens = len(request_ids)
+    return output
 
 
 # ---- the noise that a target and its head share

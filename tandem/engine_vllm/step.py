@@ -30,6 +30,9 @@ class Part:
     """Last tokens that vLLM has to treat as a proposal, so that it computes `row_count` rows."""
     block_ids: tuple[list[int], ...]
     """For each group of layers, the blocks that the worker does not know."""
+    kept_states: int = 0
+    """Tokens of the sequence's last step that are kept, where recurrent layers go on from the state behind the last of
+    them and have to keep a state behind each token of this step. 0: only the state behind its last token is wanted."""
 
     @property
     def end(self) -> int:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tandem.engine_vllm.adapter import prepare_runner
 from tandem.engine_vllm.contract import RUNNER_ATTRIBUTES, lacking
-from tandem.engine_vllm.passes import Passes, can_go_on
 from tandem.engine_vllm.runner_v1 import RunnerV1
 from tandem.engine_vllm.runner_v2 import RunnerV2
 from tandem.engine_vllm.step import Draws, Part, RoundEnd, Step
@@ -88,7 +87,8 @@ class RowWorker:
         ours = self._tandem_runner
         ours.extend([part for part in step.parts if not part.is_new])
         try:
-            runner.execute_model(_scheduler_output(step))
+            with ours.from_states(step.parts):
+                runner.execute_model(_scheduler_output(step))
         finally:
             state = runner.execute_model_state
             runner.execute_model_state = None
@@ -122,7 +122,7 @@ class RowWorker:
 
     def tandem_drafts_by_itself(self) -> bool:
         """True if further tokens can follow a step's own, drawn here."""
-        return not is_v2(self.model_runner) and can_go_on(self.model_runner)
+        return self._tandem_runner.can_go_on()
 
     @torch.inference_mode()
     def tandem_draft(
@@ -147,7 +147,7 @@ class RowWorker:
         if max(counts) > 1:
             drafted = [part.request_id for part in parts if part.row_count]
             ends = {part.request_id: part.end for part in parts}
-            passes = Passes(self.model_runner, ends, dict(zip(drafted, counts, strict=True)))
+            passes = self._tandem_runner.passes(ends, dict(zip(drafted, counts, strict=True)))
         for depth in range(max(counts)):
             token_ids = None if draws is None or logits is None else draws.draw(logits)
             if passes is not None and depth + 1 < max(counts):

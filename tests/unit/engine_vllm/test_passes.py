@@ -1,4 +1,4 @@
-"""Passes behind a step, over a model runner without a model, on a stand-in for a GPU: the host waits once for all."""
+"""Passes behind a step, over model runners without a model, on a stand-in for a GPU: the host waits once for all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -103,6 +104,44 @@ class FakeRunner:
         return (torch.where(inside, rows + 1, 0) * weights).sum(-1) % 997
 
 
+class FakeRunnerV2(FakeRunner):
+    """The same model in the runner that vLLM calls V2, which finds tokens and lengths on the device itself."""
+
+    def __init__(self, device: StandInDevice, names: list[str]) -> None:
+        super().__init__(device, names)
+        self.req_states = SimpleNamespace(
+            req_id_to_index={name: place for place, name in enumerate(names)},
+            last_sampled_tokens=device.put(torch.zeros(WIDTH, 1, dtype=torch.int64)),
+            num_computed_tokens=SimpleNamespace(gpu=device.put(torch.zeros(WIDTH, dtype=torch.int32))),
+            num_computed_tokens_np=np.zeros(WIDTH, dtype=np.int32),
+        )
+        self.execute_model_state: Any = None
+
+    def execute_model(self, output: Any) -> None:
+        names = sorted(output.num_scheduled_tokens, reverse=True)  # in an order of its own
+        states = self.req_states
+        places = [states.req_id_to_index[name] for name in names]
+        self.host_lengths.append([int(states.num_computed_tokens_np[place]) + 1 for place in places])
+        for place in places:
+            position = states.num_computed_tokens.gpu[place : place + 1].long()
+            token = states.last_sampled_tokens[place]
+            self.memory.index_copy_(0, position + place * 8 * BLOCK, token)
+        lengths = torch.where(states.num_computed_tokens.gpu > 0, states.num_computed_tokens.gpu + 1, 0)
+        rows = self.states(lengths[: len(states.req_id_to_index)])
+        hidden = torch.cat([rows[place : place + 1] for place in places])
+        self.execute_model_state = SimpleNamespace(
+            input_batch=SimpleNamespace(req_ids=names), hidden_states=hidden
+        )
+
+
+class FakeOutput(SimpleNamespace):
+    """vLLM's `SchedulerOutput`."""
+
+    @classmethod
+    def make_empty(cls) -> FakeOutput:
+        return cls()
+
+
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The little of vLLM that passes call."""
@@ -110,6 +149,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         "vllm": {},
         "vllm.config": {"CUDAGraphMode": SimpleNamespace(FULL="full")},
         "vllm.distributed": {"get_tp_group": lambda: SimpleNamespace(world_size=1)},
+        "vllm.v1.core.sched.output": {"SchedulerOutput": FakeOutput},
         "vllm.forward_context": {"set_forward_context": lambda *given, **named: nullcontext()},
     }
     for name, members in modules.items():
@@ -134,13 +174,13 @@ COUNTS = [4, 2, 3]
 
 
 def drafted(
-    way: str, counts: list[int], texts: list[list[int]]
+    way: str, counts: list[int], texts: list[list[int]], make: type[FakeRunner] = FakeRunner
 ) -> tuple[list[list[int]], FakeRunner, list[str]]:
     """Tokens behind the texts with rows, which may go on with tokens that were drawn before. vLLM has the sequences in
     another order than the step."""
     order = [2, 0, 3, 1]
     with stand_in_device() as device:
-        runner = FakeRunner(device, [str(number) for number in order])
+        runner = make(device, [str(number) for number in order])
         for place, number in enumerate(order):
             start = place * 8 * BLOCK
             runner.memory[start : start + len(texts[number])] = device.put(torch.tensor(texts[number]))
@@ -167,9 +207,18 @@ def drafted(
         return tokens, runner, device.waits
 
 
+LENGTHS: dict[type[FakeRunner], list[list[int]]] = {
+    # In vLLM's order; the prompt rests, and so does a sequence that has all of its tokens
+    FakeRunner: [[8, 4, 3, 2], [8, 5, 4, 2], [8, 6, 4, 2]],
+    # Only those that go on, the last one first
+    FakeRunnerV2: [[3, 2, 4], [4, 5], [6]],
+}
+
+
+@pytest.mark.parametrize("make", LENGTHS)
 @pytest.mark.parametrize("way", OPTIONS)
-def test_tokens_in_a_row_are_those_of_one_at_a_time(way: str) -> None:
-    found, runner, waits = drafted(way, COUNTS, TEXTS)
+def test_tokens_in_a_row_are_those_of_one_at_a_time(way: str, make: type[FakeRunner]) -> None:
+    found, runner, waits = drafted(way, COUNTS, TEXTS, make)
     assert waits == ["to_host"]
     assert list(map(len, found)) == COUNTS
     for place, number in enumerate((0, 1, 3)):
@@ -178,5 +227,4 @@ def test_tokens_in_a_row_are_those_of_one_at_a_time(way: str) -> None:
             texts[number] += found[place][:count]
             alone, _, _ = drafted(way, [1, 1, 1], texts)
             assert alone[place] == found[place][count : count + 1]
-    # In vLLM's order; the prompt rests, and so does a sequence that has all of its tokens
-    assert runner.host_lengths == [[8, 4, 3, 2], [8, 5, 4, 2], [8, 6, 4, 2]]
+    assert runner.host_lengths == LENGTHS[make]

@@ -94,6 +94,16 @@ class Core:
 
         return all(isinstance(each, AttentionSpec) for each in _single(spec))
 
+    def recurrent_kinds(self, spec: Any) -> set[str]:
+        """vLLM's names of the recurrent layers in a group."""
+        from vllm.v1.kv_cache_interface import MambaSpec
+
+        return {each.mamba_type.name for each in _single(spec) if isinstance(each, MambaSpec)}
+
+    def state_slots(self, spec: Any) -> int:
+        """Tokens of a step behind each of which the recurrent layers of a group keep a state, if it has any."""
+        return max((1 + getattr(each, "num_speculative_blocks", -1) for each in _single(spec)), default=0)
+
     def sees_all(self, spec: Any) -> bool:
         """True if a group of layers keeps all tokens."""
         from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -162,6 +172,9 @@ def _start(options: Mapping[str, Any], on_failure: Callable[[], None] | None, re
             f"vLLM cannot serve {options['model']}: on this device its attention for this model does not go on from a "
             "cache with several tokens, as a verification does; set engine to tandem"
         )
+    if config.model_config.is_hybrid and config.cache_config.enable_prefix_caching:
+        logger.info("the model has recurrent layers: nothing of a prompt is reused")
+        config = EngineArgs(**{**options, "enable_prefix_caching": False}).create_engine_config()
     engine = EngineCore(config, Executor.get_class(config), False, executor_fail_callback=on_failure)
     manager = engine.scheduler.kv_cache_manager
     return Core(engine, engine.vllm_config, engine.model_executor, manager, RequestStatus.RUNNING)

@@ -71,6 +71,10 @@ class _Held:
     """Number of its tokens that the workers know."""
     sent_capacity: int = 0
     """`capacity` at that time."""
+    first_state: int = 0
+    """Number of tokens behind which recurrent layers have the first state that they kept of the last step."""
+    state_count: int = 0
+    """Number of states that they kept, behind one token more each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +94,8 @@ class BlockCache:
     """Read what steps leave; None: nobody does."""
     lookahead: int = field(default=0, kw_only=True)
     """Tokens behind a step's for which the heads need room, or what a draft draws in a row."""
+    state_slots: int = field(default=0, kw_only=True)
+    """Tokens of a step behind each of which recurrent layers can keep a state; 0 without such layers."""
     sends_proposals: bool = field(default=True, kw_only=True)
     """To the workers tokens with rows of their own are a proposal; otherwise they are certain."""
     _held: dict[Sequence, _Held] = field(default_factory=dict, init=False)
@@ -138,14 +144,15 @@ class BlockCache:
                 take milliseconds.
         """
         self.trim(sequence)
+        sequence.keeps_rows_apart = self.state_slots > 0
         held = self._held.get(sequence)
-        if self.heads is not None and not self.has_windows:
-            # Computed once more where a head has not read it. With windows that could be much.
+        if self.heads is not None and not (self.has_windows or self.state_slots):
+            # Computed once more where a head has not read it. With windows or recurrent layers that could be much.
             known = self.heads.wanted_length(sequence)
             if known is not None and known < sequence.computed_length:
                 sequence.computed_length = known
         if held is not None:
-            if sequence.computed_length >= max(held.published, held.shortest):
+            if self._can_go_on(sequence, held):
                 return
             self._let_go(sequence)
             sequence.restart()
@@ -167,6 +174,19 @@ class BlockCache:
             held.published = held.shortest = length
             if self.heads is not None and self.heads.has_pairs(sequence):
                 self.heads.adopt(sequence, length)
+
+    def _can_go_on(self, sequence: Sequence, held: _Held) -> bool:
+        """True if what its next tokens need is still in its blocks."""
+        computed = sequence.computed_length
+        if computed < max(held.published, held.shortest):
+            return False
+        if not self.state_slots or computed == 0:
+            return True
+        back = computed - held.first_state
+        if not 0 <= back < held.state_count:
+            return False
+        # A longer step goes on from the first state only
+        return back == 0 or sequence.pending_count <= self.state_slots
 
     def is_ready(self, sequence: Sequence, end: int) -> bool:
         held = self._held.get(sequence)
@@ -190,7 +210,7 @@ class BlockCache:
         held = self._held.get(sequence)
         if held is None:  # its pages were given to others in this step
             return False
-        if sequence.computed_length < max(held.published, held.shortest):  # background work begins here
+        if not self._can_go_on(sequence, held):  # background work begins here
             self.reuse(sequence, sequence.pending_count)
             held = self._held[sequence]
         if self.is_ready(sequence, end):
@@ -341,8 +361,39 @@ class BlockCache:
         # To the worker a proposal is no part of its sequence, so what is accepted of it is sent again.
         first = min(segment.start, held.sent_tokens)
         draft_count = max(row_count - 1, 0) if self.sends_proposals else 0
+        kept_states = 0
+        if self.state_slots:
+            kept_states = self._next_states(held, segment, row_count)
+            draft_count = segment.token_count - 1 if kept_states else 0
         held.sent_tokens = segment.end - draft_count
         tokens = sequence.token_ids[first : segment.end]
         return Part(
-            held.request.request_id, is_new, segment.start, first, tokens, row_count, draft_count, new_ids
+            held.request.request_id,
+            is_new,
+            segment.start,
+            first,
+            tokens,
+            row_count,
+            draft_count,
+            new_ids,
+            kept_states,
         )
+
+    def _next_states(self, held: _Held, segment: Segment, row_count: int) -> int:
+        """Note which states a step will keep; see `Part.kept_states` for what it returns.
+
+        vLLM keeps those behind each token of a step that it takes for a verification. Any other step begins with the
+        first state of the last one, and keeps its own last state in its place.
+        """
+        back = segment.start - held.first_state
+        count = segment.token_count
+        is_short = segment.start > 0 and count <= self.state_slots
+        if is_short and (back > 0 or row_count > 1):
+            held.first_state = segment.start + 1
+            held.state_count = count
+            return back + 1
+        if segment.start > 0 and back > 0:
+            raise RuntimeError(f"a step of {count} tokens would go on from a state that it cannot read")
+        held.first_state = segment.end
+        held.state_count = 1
+        return 0

@@ -55,3 +55,26 @@ VISION: dict[str, Callable[..., Any]] = {
     ),
 }  # fmt: skip
 """The same with a vision tower, which text does not need; vLLM imports torchvision for these."""
+
+_GATED = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+_MAMBA = {
+    "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_conv": 4,
+    "mamba_chunk_size": 16,
+}  # fmt: skip
+
+RECURRENT: dict[str, Callable[..., Any]] = {
+    "qwen3_next": lambda: hf.Qwen3NextConfig(
+        **_SHAPE | {"num_hidden_layers": 3}, **_EXPERTS, **_GATED, num_experts=4, head_dim=32,
+        shared_expert_intermediate_size=32,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+    ),
+    "granitemoehybrid": lambda: hf.GraniteMoeHybridConfig(
+        **_SHAPE | {"num_hidden_layers": 3}, **_MAMBA, num_local_experts=4, num_experts_per_tok=2,
+        shared_intermediate_size=96, mamba_expand=2, position_embedding_type="rope",
+        layer_types=["mamba", "attention", "mamba"],
+    ),
+}  # fmt: skip
+"""Hybrids of attention and recurrent layers: one with gated delta nets, one with Mamba 2."""

@@ -27,8 +27,12 @@ def next_segments(jobs: Collection[Job[Any]], prompt_tokens: int) -> list[Segmen
     counts: dict[Job[Any], int] = {}
     for job in sorted(jobs, key=lambda job: job.sequence.pending_count > short):
         pending = job.sequence.pending_count
+        row_count = job.row_count
+        if job.sequence.keeps_rows_apart and pending > row_count > 1:
+            pending -= row_count
+            row_count = 0
         if pending > short:
-            counts[job] = _part(pending, job.row_count, budget)
+            counts[job] = _part(pending, row_count, budget)
             budget -= counts[job]
         elif not job.sequence.is_new:
             counts[job] = pending

@@ -44,6 +44,8 @@ class Sequence:
     is_new: bool = field(default=True, init=False)
     """No job of it has ended: what it has to compute is a prompt, however short."""
     is_released: bool = field(default=False, init=False)
+    keeps_rows_apart: bool = field(default=False, init=False)
+    """Rows of several tokens are wanted in a step of their own: recurrent layers can roll back to any token of that."""
     reused_length: int = field(default=0, init=False)
     """Number of tokens of its first job that others had computed."""
     preemption_count: int = field(default=0, init=False)

@@ -16,6 +16,8 @@ from tandem.engine_vllm.step import Part, RoundEnd, Step
 
 BLOCK_TOKENS = 4
 VOCABULARY_SIZE = 50
+STATE_SLOTS = 4
+"""States that recurrent layers keep of a step."""
 
 
 def expected_logits(token_ids: SequenceOf[int]) -> Tensor:
@@ -200,6 +202,25 @@ class FakeWorker:
 
 
 @dataclass
+class FakeRecurrentWorker(FakeWorker):
+    """A worker with recurrent layers, which keep the state behind each token of a verification as vLLM's do."""
+
+    states: dict[str, list[list[int]]] = field(default_factory=dict)
+    """Tokens of which each kept state is, by request."""
+
+    def step_ran(self, part: Part, places: list[tuple[int, int]], token_ids: list[int]) -> None:
+        """See `FakeWorker`."""
+        if part.start:
+            kept = self.states[part.request_id][max(part.kept_states, 1) - 1]
+            assert kept == token_ids[: part.start], "the step goes on from the state of other tokens"
+        ends = [part.end]
+        if part.kept_states:
+            assert part.draft_count == part.end - part.start - 1 < STATE_SLOTS
+            ends = list(range(part.start + 1, part.end + 1))
+        self.states[part.request_id] = [token_ids[:end] for end in ends]
+
+
+@dataclass
 class FakeHeadWorker(FakeWorker):
     """With a head, whose pairs lie in the blocks beside the tokens: each depends on all tokens up to the one behind
     its own. It proposes what the target will say, if its pairs are those of the sequence, and otherwise nonsense."""
@@ -269,7 +290,10 @@ def fake_core(
         engine=SimpleNamespace(request_block_hasher=hashes, shutdown=lambda: None),
         config=SimpleNamespace(
             model_config=SimpleNamespace(
-                get_vocab_size=lambda: VOCABULARY_SIZE, max_model_len=max_length, dtype=torch.float32
+                get_vocab_size=lambda: VOCABULARY_SIZE,
+                max_model_len=max_length,
+                dtype=torch.float32,
+                is_hybrid=isinstance(worker, FakeRecurrentWorker),
             ),
             device_config=SimpleNamespace(device_type="cpu"),
             speculative_config=object() if proposes else None,
@@ -279,6 +303,8 @@ def fake_core(
         executor=worker,
         manager=manager,
         is_attention=lambda spec: True,
+        recurrent_kinds=lambda spec: {"MAMBA2"} if isinstance(worker, FakeRecurrentWorker) else set(),
+        state_slots=lambda spec: STATE_SLOTS if isinstance(worker, FakeRecurrentWorker) else 0,
         sees_all=lambda spec: True,
         running="running",
         has_one_process=True,

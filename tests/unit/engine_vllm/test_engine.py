@@ -16,9 +16,9 @@ from tandem.engine.core.engine import RowEngine
 from tandem.engine.interface import EngineSettings, RowRequest
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.checkpoint import open_checkpoint
-from tandem.engine_vllm.engine import VllmModel
+from tandem.engine_vllm.engine import ROLLED_BACK, VllmModel
 from tandem.engine_vllm.step import Step
-from tandem.errors import TandemError
+from tandem.errors import ConfigurationError, TandemError
 from tandem.model.types import (
     Delta,
     DraftOptions,
@@ -47,7 +47,9 @@ from tests.unit.draft_service.test_ahead import GREEDY as AHEAD_GREEDY
 from tests.unit.engine.greedy import settle, started
 from tests.unit.engine_vllm.fake_vllm import (
     BLOCK_TOKENS,
+    STATE_SLOTS,
     VOCABULARY_SIZE,
+    FakeRecurrentWorker,
     FakeWorker,
     expected_logits,
     fake_core,
@@ -126,6 +128,75 @@ async def test_a_prefix_is_not_computed_again_for_its_own_scope() -> None:
             await settle(engine)
             costs.append(sum(computed))
     assert costs == [40, rest, 40, rest, rest, 40, 40]
+
+
+@pytest.mark.parametrize("block_count", [200, 40])
+async def test_recurrent_layers_go_on_from_the_state_of_the_same_tokens(
+    block_count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After rollbacks, proposals longer than there are states for, and with too little memory."""
+    monkeypatch.setitem(ROLLED_BACK, "cpu", ROLLED_BACK["cuda"])
+    async with running(FakeRecurrentWorker(), block_count) as engine:
+        await asyncio.gather(*(wander(engine, seed) for seed in range(12)))
+        await settle(engine)
+        assert engine.usage.reserved_tokens == engine.usage.retained_tokens == 0
+
+
+async def test_a_rejection_in_recurrent_layers_computes_nothing_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(ROLLED_BACK, "cpu", ROLLED_BACK["cuda"])
+    computed: list[int] = []
+    worker = FakeRecurrentWorker(lambda step: computed.extend(part.end - part.start for part in step.parts))
+    async with running(worker) as engine:
+        sequence = await engine.open(_MAX_LENGTH, scope="a scope")
+        text = list(range(14))
+        base = 0
+        expected = [12, 2]  # a prompt in parts
+        for length in range(STATE_SLOTS):
+            for accepted in range(length + 1):
+                rows = length + 1 if base else 1
+                assert await ask(engine, sequence, base, text, rows) == greedy(text, rows)
+                base = len(text) - length + accepted if base else len(text)
+                following = min(length + (accepted == length), STATE_SLOTS - 1)
+                text = [*text[:base], *range(20, 21 + following)]
+                expected.append(1 + following)
+        engine.release(sequence)
+    assert computed == expected[:-1]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a CPU": ({}, "kernels for this device do not roll them back"),
+    "a draft": ({"state_slots": lambda spec: 1}, "a draft of them would need a state behind each token"),
+    "another kind": (
+        {"recurrent_kinds": lambda spec: {"MAMBA1", "MAMBA2"}},
+        "those of the kind MAMBA1 cannot be",
+    ),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_recurrent_layers_that_do_not_roll_back_are_refused(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes, sentence = REFUSED[why]
+    if why != "a CPU":
+        monkeypatch.setitem(ROLLED_BACK, "cpu", ROLLED_BACK["cuda"])
+    core = fake_core(FakeRecurrentWorker())
+    vars(core).update(changes)
+    model = VllmModel(core, open_checkpoint(Path(DEMO_DRAFT)))
+    with pytest.raises(ConfigurationError, match=f"has recurrent layers, and .*{sentence}"):
+        model.allocate(EngineSettings(), _MAX_LENGTH)
+
+
+def test_recurrent_layers_are_refused_with_the_newer_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ROLLED_BACK, "cpu", ROLLED_BACK["cuda"])
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    model = VllmModel(fake_core(FakeRecurrentWorker()), open_checkpoint(Path(DEMO_DRAFT)))
+    with pytest.raises(
+        ConfigurationError, match="with VLLM_USE_V2_MODEL_RUNNER=1 they cannot be rolled back"
+    ):
+        model.allocate(EngineSettings(), _MAX_LENGTH)
 
 
 async def test_a_step_that_fails_fails_for_its_callers_alone() -> None:

@@ -65,6 +65,14 @@ def test_what_goes_into_a_step(jobs: list[tuple[int, ...]], counts: list[int]) -
     assert _counts(*(_job(*each) for each in jobs)) == counts
 
 
+def test_rows_that_are_kept_apart_wait_for_the_tokens_before_them() -> None:
+    """Also those of a round, and of a prompt that is longer than a chunk."""
+    jobs = [_job(7, 5, computed=40), _job(5, 5, computed=40), _job(9, 1, computed=40), _job(103, 4)]
+    for job in jobs:
+        job.sequence.keeps_rows_apart = True
+    assert _counts(*jobs) == [2, 5, 9, 99]
+
+
 def test_rounds_always_run_and_short_prompts_share_a_chunk() -> None:
     """Forty prompts of which others have computed all but the ends would make a step of a thousand tokens."""
     rounds = [_job(5, 5, computed=40) for _ in range(30)]

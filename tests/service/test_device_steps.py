@@ -47,6 +47,8 @@ OPTIONS = TargetOptions(
 )
 LED = VerifyStep(Delta(0, PROMPT), RowKind.TOKEN, 1, lead=LEAD, own_tokens=PROPOSED)
 """Behind it a sequence goes on by itself."""
+LED_ALONE = VerifyStep(Delta(0, PROMPT), RowKind.TOKEN, 1, lead=LEAD)
+"""Behind it a sequence goes on by itself, without a proposal."""
 ALONE = VerifyStep(Delta(0, PROMPT), RowKind.TOKEN, 1)
 
 
@@ -161,7 +163,7 @@ async def coordinating() -> AsyncIterator[Coordinator]:
 
 async def test_the_answers_of_a_step_leave_while_the_next_one_runs() -> None:
     async with coordinating() as own:
-        await own.say((1, OPTIONS), (1, LED))
+        await own.say((1, OPTIONS), (1, LED_ALONE))
         await own.reach(1)
         own.device.let_launch(1)
         own.device.let_end(1)
@@ -171,6 +173,15 @@ async def test_the_answers_of_a_step_leave_while_the_next_one_runs() -> None:
         own.device.let_launch(ALL)
         await until(lambda: own.answers(1) == [len(PROMPT)], HANG_SECONDS)
         assert own.device.awaited == 2, "the second step has not ended"
+
+
+async def test_answers_leave_before_a_head_drafts_behind_them() -> None:
+    async with coordinating() as own:
+        await own.say((1, OPTIONS), (1, LED))
+        await own.reach(1)
+        own.device.let_launch(1)
+        own.device.let_end(1)
+        await until(lambda: own.answers(1) == [len(PROMPT)], HANG_SECONDS)
 
 
 async def test_answers_that_nothing_follows_leave_at_once() -> None:

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from tandem.clients.client import Completed
-from tandem.engine.interface import RowRequest
+from tandem.engine.interface import KvUsage, RowRequest
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import TandemError
 from tandem.model.leading import Leading, read_outcome
@@ -74,6 +74,7 @@ class LeadingEngine:
         self.patience_seconds = 10.0
         """How long to wait for an outcome at most; 0 where it may never come."""
         self.open_count = 0
+        self.usage = KvUsage(0, 0, 0, 0, 0)
 
     async def open(self, max_length: int, *, client: str = "", scope: str = "") -> Led:
         self.open_count += 1

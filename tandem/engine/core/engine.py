@@ -678,8 +678,9 @@ class RowEngine(Engine[RowRequest, Verification]):
         ]
         if self._drafter is None:
             return
-        # The answers leave first: nobody waits for what is drafted behind them.
-        self._deliver()
+        if ready or not self._runner.returns_early:
+            # The answers leave first: nobody waits for what is drafted behind them.
+            self._deliver()
         if ready:
             for job, proposal in zip(ready, self._drafter.propose(ready), strict=True):
                 self._add_proposal(job, proposal)

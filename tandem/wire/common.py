@@ -343,7 +343,7 @@ _MAX_BOUNDS = 64
 
 
 def statistics_from_proto(message: types_pb2.EngineStatistics) -> EngineStatistics:
-    """What a service's engine counts."""
+    """Figures of a service's engine."""
     check_message(message)
     statistics = _STATISTICS.from_proto(message)
     if not message.HasField("step_tokens"):

@@ -181,7 +181,9 @@ async def test_answers_leave_before_a_head_drafts_behind_them() -> None:
         await own.reach(1)
         own.device.let_launch(1)
         own.device.let_end(1)
-        await until(lambda: own.answers(1) == [len(PROMPT)], HANG_SECONDS)
+        await until(lambda: bool(own.heard), HANG_SECONDS)
+        assert own.answers(1) == [len(PROMPT)]
+        assert own.device.batches == [1], "the step of what is drafted is not launched"
 
 
 async def test_answers_that_nothing_follows_leave_at_once() -> None:

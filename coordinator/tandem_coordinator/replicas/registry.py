@@ -133,7 +133,7 @@ class ReplicaRegistry:
         await asyncio.gather(*asking)
 
     def engines(self) -> dict[tuple[Role, str], ReplicaEngine]:
-        """What the engines last said, with their counts since they were met, by role and address."""
+        """The latest figures of the engines, with their counts since they were met, by role and address."""
         found = {}
         for role in Role:
             for address, member in self.pool(role).members.items():

@@ -279,7 +279,7 @@ def _list_replicas(state: State) -> list[ReplicaSnapshot]:
 
 
 def _engines(state: State, model: Mapping[str, str]) -> Iterator[Metric]:
-    """What the replicas' engines say. Counts stay while a replica is away, and values of the moment do not."""
+    """Metrics of the replicas' engines. Counts stay while a replica is away, and values of the moment do not."""
     gauge: _Make = partial(family, GaugeMetricFamily, model)
     counter: _Make = partial(family, CounterMetricFamily, model)
     place = ("role", "address", "engine")

@@ -82,7 +82,7 @@ class RequestObserver:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaEngine:
-    """What the engine of a replica says."""
+    """Figures of a replica's engine."""
 
     number: int
     """The replica's, among those of its role."""
@@ -114,7 +114,7 @@ class State:
     rejections: Mapping[str, int] = field(default_factory=dict)
     """Requests that found no room, by the limit that they met."""
     engines: Mapping[tuple[Role, str], ReplicaEngine] = field(default_factory=dict)
-    """What the replicas' engines say, by role and address."""
+    """Figures of the replicas' engines, by role and address."""
 
 
 class Observer:

@@ -469,7 +469,7 @@ class DraftClient:
         self.load = DraftLoad()
         """How busy it last said that it is."""
         self.statistics: EngineStatistics | None = None
-        """What its engine last counted, if it has one and says so."""
+        """The latest figures of its engine, if it has one and reports them."""
         self.streams: Streams[DraftOptions | ProposeStep, wire.Answer] = Streams(
             service="draft service",
             call=channel.stream_stream("/tandem.v1.DraftService/Propose"),

@@ -238,7 +238,7 @@ class TargetClient:
             read=_read,
         )
         self.statistics: EngineStatistics | None = None
-        """What its engine last counted, if it says so."""
+        """The latest figures of its engine, if it reports them."""
         self.rounds = MessageRounds()
         """Those that the latest message of the service answers. Its answers are read one after the other."""
 

@@ -45,6 +45,11 @@ TRIAL_ROUNDS = 4
 the draft reads what was committed since it last proposed."""
 TRIAL_SHARE = 0.005
 """Share of the rounds that the trials of a mode may lose."""
+COLD_ROUNDS = 2
+"""Rounds of each request that a trial loses at least where the target led alone, which begins anew twice."""
+SETTLING_ROUNDS = 8
+"""Rounds of each request between two predictions, once many are counted: each takes as long as twenty rounds of the
+controller, and medians over 32 rounds change slowly."""
 WAKINGS = 2.0
 """Health checks that a question takes as long as: it wakes the engine's thread, and the event loop for its answer."""
 
@@ -168,6 +173,8 @@ class LoadDecision:
         self._renew_at = 0
         self._trial: RoundPlan | None = None
         self._trial_ends_at = 0
+        self._tried: Mode | None = None
+        """The mode of the last trial, until it is chosen."""
         self._tried_at: dict[Mode, int] = {}
         """Round in which each mode was last tried or left."""
         self._lost: dict[Mode, float] = {}
@@ -209,9 +216,11 @@ class LoadDecision:
         if is_first or self.plan.mode is not mode:
             self._tried_at = dict.fromkeys(Mode, self._rounds)
             self._lost = {}
+            self._tried = None
         if self.is_known:
             self.gain = self.predict_speed(self.compared) / self.predict_speed(ALONE)
-        self._renew_at = self._rounds + max(self.load, TRIAL_ROUNDS)
+        settled = min(self._rounds // SETTLING_ROUNDS, SETTLING_ROUNDS * self.load)
+        self._renew_at = self._rounds + max(self.load, TRIAL_ROUNDS, settled)
 
     def _predict_steps(self) -> StepSeconds:
         terms = self.terms
@@ -271,16 +280,20 @@ class LoadDecision:
         """
         rounds = TRIAL_ROUNDS * self.load
         present = self.plan.mode
+        is_led_alone = self.terms.leads and present is Mode.ALONE
+        cold = COLD_ROUNDS * self.load if is_led_alone else 0
         for mode, plan in self.best.items():
             if mode is present:
                 continue
             slower = 0.0
             if self.costs.is_known_of(mode):
                 slower = 1.0 - self.predict_speed(plan) / self.predict_speed(self.plan)
-            lost = max(rounds * max(slower, HYSTERESIS - 1.0), self._lost.get(mode, 0.0))
+            predicted = cold + rounds * max(slower, HYSTERESIS - 1.0)
+            lost = max(predicted, self._lost.get(mode, 0.0))
             if self._rounds < self._tried_at[mode] + lost / TRIAL_SHARE:
                 continue
             self._trial = plan
+            self._tried = mode
             self._trial_ends_at = self._rounds + rounds
             self._tried_at[mode] = self._rounds
             self._lost[mode] = 0.0
@@ -302,12 +315,13 @@ class LoadDecision:
             if result.outcome_step is not None:
                 step = result.outcome_step
                 self.costs.add_branch_step(step.sequences, granted, step.seconds)
+        # Rounds of a trial end when it is over, too, and the first ones wait for a draft that reads what it missed.
+        if planned.mode is self._tried and not result.has_read:
+            made = result.times.seconds * self.predict_speed(self.plan)
+            lost = (made - result.committed) / self.expected[self.plan.tokens]
+            self._lost[planned.mode] = self._lost.get(planned.mode, 0.0) + lost
         if result.cost is None or result.proposed >= len(self._asked):
             return
-        if self._trial is not None:
-            made = result.cost.seconds * self.predict_speed(self.plan)
-            lost = (made - result.committed) / self.expected[self.plan.tokens]
-            self._lost[self._trial.mode] = self._lost.get(self._trial.mode, 0.0) + lost
         if is_ahead:
             self._count_seconds(
                 result.cost, Mode.AHEAD, planned.tokens, seconds, self._predict_ended(result, granted)

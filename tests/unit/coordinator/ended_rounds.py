@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.model.types import StepCost
-from tandem_coordinator.stats.rounds import RoundCost, RoundEnded
+from tandem_coordinator.stats.rounds import RoundCost, RoundEnded, RoundTimes
 
 
 def round_ended(
@@ -23,6 +23,7 @@ def round_ended(
         proposed,
         accepted,
         accepted + 1,
+        times=RoundTimes(0.0, 0.0, 0.0, 0.0, 0.0 if cost is None else cost.seconds),
         cost=cost,
         is_drafted=proposed > 0,
         draft_address=draft,

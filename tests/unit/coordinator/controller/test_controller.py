@@ -16,13 +16,15 @@ from tandem_coordinator import speculation_report as report
 from tandem_coordinator.controller import (
     ALONE,
     TRIAL_ROUNDS,
+    TRIAL_SHARE,
+    LoadDecision,
     RequestController,
     RequestKind,
     SpeculationController,
     Terms,
     request_kind,
 )
-from tandem_coordinator.stats.rounds import Mode, RoundCost
+from tandem_coordinator.stats.rounds import Mode, RoundCost, RoundTimes
 from tests.unit.coordinator.cli import samples
 from tests.unit.coordinator.ended_rounds import round_ended
 
@@ -244,6 +246,45 @@ def test_a_trial_takes_as_many_rounds_of_each_request_however_many_others_there_
     trials = [len(list(rounds)) for is_drafted, rounds in groupby(lengths[200:], bool) if is_drafted]
     assert trials
     assert max(trials) <= TRIAL_ROUNDS
+
+
+def test_trials_cost_little_even_where_a_draft_reads_what_it_missed_first() -> None:
+    """Such rounds take long, end behind the trial, and say nothing of later ones: they have no cost."""
+    request = begun(profiled(0.02))
+    seconds = {True: 0.2, False: 0.01}
+    spent = {True: 0.0, False: 0.0}
+    for _ in range(50_000):
+        proposed = request.begin_round(1).tokens
+        is_drafted = proposed > 0
+        cost = None if is_drafted else RoundCost(0, seconds[False], 0.01, 1, 1)
+        times = RoundTimes(0.0, 0.0, 0.0, 0.0, seconds[is_drafted])
+        request.round_ended(round_ended(proposed, 0, cost)._replace(times=times))
+        spent[is_drafted] += seconds[is_drafted]
+    assert spent[True], "it was tried"
+    assert spent[True] <= 2.0 * TRIAL_SHARE * spent[False]
+
+
+@pytest.mark.parametrize("leads", [False, True])
+def test_a_target_that_leads_alone_is_interrupted_less_often(leads: bool) -> None:
+    """It begins anew before a trial and behind it, which takes two rounds of each request."""
+    assert any(simulate(begun(profiled(0.02), leads=leads), 600, 2.0, K)) is not leads
+
+
+@pytest.mark.parametrize("load", [1, 16])
+def test_predictions_are_seldom_renewed_once_they_rest_on_many_rounds(
+    load: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewals: list[int] = []
+    renew = LoadDecision.renew
+
+    def counted(decision: LoadDecision) -> None:
+        renewals.append(decision.load)
+        renew(decision)
+
+    monkeypatch.setattr(LoadDecision, "renew", counted)
+    rounds = 200 * load
+    simulate(begun(profiled(0.02)), rounds, 2.0, 0, load)
+    assert 10 <= len(renewals) <= 45
 
 
 def test_a_small_gain_is_not_called_a_loss() -> None:

@@ -46,7 +46,8 @@ the draft reads what was committed since it last proposed."""
 TRIAL_SHARE = 0.005
 """Share of the rounds that the trials of a mode may lose."""
 COLD_ROUNDS = 2
-"""Rounds of each request that a trial loses at least where the target led alone, which begins anew twice."""
+"""Further rounds of each request that are as slow as a trial's, where the target led alone: it begins anew before the
+trial and behind it."""
 SETTLING_ROUNDS = 8
 """Rounds of each request between two predictions, once many are counted: each takes as long as twenty rounds of the
 controller, and medians over 32 rounds change slowly."""
@@ -288,7 +289,7 @@ class LoadDecision:
             slower = 0.0
             if self.costs.is_known_of(mode):
                 slower = 1.0 - self.predict_speed(plan) / self.predict_speed(self.plan)
-            predicted = cold + rounds * max(slower, HYSTERESIS - 1.0)
+            predicted = (rounds + cold) * max(slower, HYSTERESIS - 1.0)
             lost = max(predicted, self._lost.get(mode, 0.0))
             if self._rounds < self._tried_at[mode] + lost / TRIAL_SHARE:
                 continue

@@ -35,7 +35,7 @@ from benchmarks.contenders import (
     through,
     title_of,
 )
-from benchmarks.peers import PHASES, Contender, Outcome, Workload
+from benchmarks.peers import PHASES, Contender, Outcome, PacedStep, Workload
 from benchmarks.report import Machine, Report, Row, Table, cell_of, show, write
 from tandem.config.settings import load_settings
 from tandem.errors import TandemError
@@ -144,10 +144,9 @@ class _Run:
                 self.started |= {} if is_fresh else {name: run}
             began = time.perf_counter()
             outcome = await run(workload)
-        if self.settings.pace and kind_of(name).has_shared_target:
+        if self.settings.pace and kind_of(name).has_target_service:
             lines = (self.setup.logs / "target.steps").read_text().splitlines()
-            spans = (line.split()[:2] for line in lines)
-            outcome.steps = [(float(begin) - began, float(end) - began) for begin, end in spans]
+            outcome.steps = [_read_step(line, began) for line in lines]
         return outcome
 
     def _is_fresh(self, name: str) -> bool:
@@ -247,6 +246,12 @@ class _Run:
         seconds = ((name, "seconds") for name in ("median", "lowest", "highest"))
         title = f"Time to first token, {PREFIX_TOKENS} tokens of prefix"
         return [Table.of(title, rows, ("prefix", ""), *seconds, ("by the first", "ratio"))]
+
+
+def _read_step(line: str, start: float) -> PacedStep:
+    """A step as `benchmarks.pace` notes it, in seconds since the start."""
+    began, ended, _sequences, _tokens, role = line.split()
+    return PacedStep(float(began) - start, float(ended) - start, role == "target")
 
 
 def _totals(port: int) -> Counter[tuple[str, str]]:

@@ -251,6 +251,8 @@ class Kind:
     """True if a failure ends the run; another engine's failure is part of the report."""
     shares_models: bool = False
     """True if it uses the model services that contenders share."""
+    has_target_service: bool = False
+    """True if a target service of ours takes its steps, whose times are noted where they are paced."""
     largest_batch: int | None = None
     """Maximum requests at once; None for any number."""
     absent: Callable[[Setup], str] = lambda _: ""
@@ -324,13 +326,14 @@ def _ours(title: str, method: str = "", *, ahead: str = "off", speculation: bool
             yield await stack.enter_async_context(contender)
 
     absent = partial(_no_head, method) if is_head else lambda _: ""
-    return Kind(title, start, is_ours=True, shares_models=not is_head, absent=absent)
+    return Kind(title, start, is_ours=True, shares_models=not is_head, has_target_service=True, absent=absent)
 
 
 async def _with_head(setup: Setup, stack: AsyncExitStack, method: str) -> str:
     """The address of a target with a head of its own."""
     pace = setup.settings.pace
-    package = ("benchmarks.pace", "--role", "target", "--pace", pace) if pace else ("tandem_target",)
+    steps = ("--steps", str(setup.logs / "target.steps"))
+    package = ("benchmarks.pace", "--role", "target", "--pace", pace, *steps) if pace else ("tandem_target",)
     folders = ("--model", str(setup.pair.target), "--draft-model", str(setup.head_folder(method)))
     own = service(*package, *folders, *_model_options(setup, "target"))
     return await _running(setup, stack, own)

@@ -79,7 +79,8 @@ class Pace:
     ) -> Callable[[StepRecord], None]:
         """A step observer that sleeps before the results are delivered, so that steps take at least this long.
 
-        It notes each step in `steps`: when it began and ended, by `time.perf_counter`, and its sequences and tokens.
+        It notes each step in `steps`: when it began and ended, by `time.perf_counter`, its sequences and tokens, and
+        whose it was.
         """
 
         def wait(step: StepRecord) -> None:
@@ -88,7 +89,9 @@ class Pace:
                 on_step(step)
             sleep(began + self.seconds(role, step.token_count))
             if steps is not None:
-                steps.write(f"{began} {time.perf_counter()} {step.sequence_count} {step.token_count}\n")
+                steps.write(
+                    f"{began} {time.perf_counter()} {step.sequence_count} {step.token_count} {role}\n"
+                )
 
         return wait
 
@@ -107,7 +110,7 @@ def run_paced(role: str, pace: Pace, arguments: list[str], steps: TextIO | None 
 
     def paced(settings: Any, on_step: Any = None, on_failure: Any = None) -> Any:
         # A target's own head takes the steps of a draft.
-        head = {"on_head_step": pace.paced("draft")} if role == "target" else {}
+        head = {"on_head_step": pace.paced("draft", steps=steps)} if role == "target" else {}
         return load(settings, pace.paced(role, on_step, steps=steps), on_failure, **head)
 
     setattr(module, name, paced)

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -58,6 +58,15 @@ class Answer:
             self.arrivals.append((seconds, len(token_ids)))
 
 
+class PacedStep(NamedTuple):
+    """When a step began and ended."""
+
+    began: float
+    ended: float
+    is_of_target: bool = True
+    """False for a step of the target's own head."""
+
+
 @dataclass(slots=True)
 class Outcome:
     """Result of a workload."""
@@ -73,8 +82,8 @@ class Outcome:
     """Rounds that the target had begun by itself."""
     wasted: int = 0
     """Further rounds that it had begun by itself and that were not wanted."""
-    steps: list[tuple[float, float]] = field(default_factory=list)
-    """When the paced target's steps began and ended, in seconds since the batch began; empty where none is paced."""
+    steps: list[PacedStep] = field(default_factory=list)
+    """Steps of the paced target and of its head, in seconds since the batch began; empty where none is paced."""
     phases: dict[str, list[float]] = field(default_factory=dict)
     """Seconds of each round with a proposal, by phase; empty where that is not known."""
 

@@ -196,16 +196,17 @@ def inter_token_seconds(answer: Answer) -> list[float]:
 
 def steps_between(outcome: Outcome) -> tuple[float, float, float] | None:
     """Steps of the target while all sequences are decoded: how many for each token of a sequence, tokens of a sequence
-    per second, and the median of the seconds between two; None where there are no two."""
+    per second, and the median of the seconds in which neither it nor its head works; None where there are no two."""
     first = max(answer.arrivals[0][0] for answer in outcome.answers)
     last = min(answer.arrivals[-1][0] for answer in outcome.answers)
     arrivals = chain.from_iterable(answer.arrivals for answer in outcome.answers)
     tokens = sum(count for seconds, count in arrivals if first < seconds <= last) / len(outcome.answers)
-    times = [(began, ended) for began, ended in outcome.steps if first < ended <= last]
-    if not tokens or len(times) < 2:
+    steps = sorted(step for step in outcome.steps if first < step.ended <= last)
+    of_target = sum(step.is_of_target for step in steps)
+    if not tokens or of_target < 2:
         return None
-    gap = statistics.median(later[0] - sooner[1] for sooner, later in pairwise(times))
-    return len(times) / tokens, tokens / (last - first), gap
+    gap = statistics.median(later.began - sooner.ended for sooner, later in pairwise(steps))
+    return of_target / tokens, tokens / (last - first), gap
 
 
 def _same_tokens(outcomes: Sequence[Outcome], references: Sequence[Outcome]) -> float | None:

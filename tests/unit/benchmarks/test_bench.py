@@ -17,7 +17,8 @@ from benchmarks.bench import parse
 from benchmarks.contenders import CONTENDERS, Setup, prepared
 from benchmarks.gpu import CampaignSettings, pieces
 from benchmarks.pace import Pace
-from benchmarks.peers import Answer, Contender, Outcome, Workload
+from benchmarks.peers import Answer, Contender, Outcome, PacedStep, Workload
+from benchmarks.report import steps_between
 from tandem.config.settings import load_settings
 from tandem.engine.core.jobs import StepRecord
 from tandem.errors import ConfigurationError
@@ -133,8 +134,20 @@ async def test_steps_are_timed_from_the_start_of_a_batch_and_not_from_that_of_it
 
     monkeypatch.setattr(bench, "start", start)
     with prepared(parse(["--fresh", "--pace", "1,1"])) as setup:
-        (setup.logs / "target.steps").write_text("105.5 106.0 1 1\n")
+        (setup.logs / "target.steps").write_text("105.5 106.0 1 1 target\n106.0 106.5 1 1 draft\n")
         outcome = await bench._Run(setup, print)._run(
             "target-alone", AsyncExitStack(), Workload(((1,),), 0.0, 2)
         )
-    assert outcome.steps == [(0.5, 1.0)]
+    assert outcome.steps == [PacedStep(0.5, 1.0), PacedStep(1.0, 1.5, is_of_target=False)]
+
+
+def test_time_between_steps_is_what_neither_the_target_nor_its_head_works_in() -> None:
+    answer = Answer(arrivals=[(0.0, 1), (1.0, 2), (2.0, 2)])
+    steps = [
+        PacedStep(0.0, 0.5),
+        PacedStep(0.5, 0.9, is_of_target=False),
+        PacedStep(1.0, 1.5),
+        PacedStep(5.0, 6.0),
+    ]
+    found = steps_between(Outcome([answer], 2.0, steps=steps))
+    assert found == pytest.approx((2 / 4, 4 / 2.0, 0.05))

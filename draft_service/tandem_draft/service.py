@@ -58,6 +58,10 @@ class DraftService(ModelService):
                 return partial(ngram_proposer, settings)
             case "suffix":
                 return partial(suffix_proposer, settings)
+            case "eagle3" if settings.target_features:
+                if settings.target_model is None:
+                    raise ConfigurationError("--target-model is missing; name the folder of the target")
+                return partial(self._head_apart, settings)
             case method if method in BOUND_METHODS:
                 raise ConfigurationError(
                     f"speculative_method is {method}, which reads the target's hidden states and runs in its process: "
@@ -65,6 +69,11 @@ class DraftService(ModelService):
                 )
             case _:
                 return partial(self._standalone, settings, settings.checkpoint)
+
+    def _head_apart(self, settings: DraftSettings) -> Proposer:
+        from tandem_draft.proposers import head_apart
+
+        return head_apart.load_head_apart(settings, self._observer.on_step, self.fail)
 
     def _standalone(self, settings: DraftSettings, checkpoint: Path) -> Proposer:
         settings = self.with_folder(settings, checkpoint)

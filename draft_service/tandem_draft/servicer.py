@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
 from tandem.errors import ConfigurationError
-from tandem.model.types import DraftLoad, DraftOptions, Proposal, ProposeStep
+from tandem.model.types import DraftLoad, DraftOptions, HiddenStates, Proposal, ProposeStep
 from tandem.serving.interceptors import Context
 from tandem.serving.streams import SequenceStreams, ServedSequence, Translation
 from tandem.telemetry.streams import NO_SERVICE_OBSERVER, ServiceObserver
@@ -86,6 +86,7 @@ class DraftServicer(DraftServiceServicer):
             DraftOptions,
             wire.requests_from_proto,
             lambda answers: wire.answers_to_proto(answers, self.load.now),
+            HiddenStates,
         )
         return self.streams.serve(request_iterator, self.serve_sequence, translation)
 
@@ -94,6 +95,7 @@ class DraftServicer(DraftServiceServicer):
         with self._observer.stream(options.request_id, options.traceparent) as stream:
             async with self.load.sequence(self.proposer.sequence(options)) as drafted:
                 stream.opened()
+                sequence.on_note = getattr(drafted, "take_states", sequence.on_note)
                 async for step in sequence.steps(drafted.pushed):
                     stream.step_arrived()
                     began = time.monotonic()

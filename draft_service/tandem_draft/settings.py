@@ -29,6 +29,14 @@ class DraftSettings(DraftingOptions, SourceOptions, ModelServerSettings):
     draft_support_mass: float = Field(default=0.97, gt=0.0, le=1.0)
     """The draft samples from the fewest of the draft_top_k tokens that hold this share of their probability."""
 
+    target_features: bool = False
+    """The model is an EAGLE-3 head that reads the target's hidden states, which the coordinator brings. Tandem's own."""
+    target_model: Path | None = None
+    """Folder of the target, for the embedding that the head shares with it. Tandem's own."""
+    draft_feature_window: int | None = Field(default=None, ge=0)
+    """How many of a prompt's last tokens the head reads hidden states of, besides the last one. By default of all.
+    Tandem's own."""
+
     @property
     def method(self) -> str:
         """Drafting method; standalone unless the options say otherwise."""

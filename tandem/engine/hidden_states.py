@@ -11,7 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from tandem.engine.models.heads.interface import (
     text_config,
 )
 from tandem.engine.models.loading import LoadedModel
-from tandem.engine.steps import Packing
+from tandem.engine.steps import BranchStep, Packing
 from tandem.errors import ConfigurationError
 
 _KEY_SIZE = 8
@@ -140,19 +140,35 @@ def _decoder_layers(module: Any) -> nn.ModuleList:
     return layers
 
 
+class StateSource(Protocol):
+    """Where a head's states of the target come from: its steps, or another device."""
+
+    @property
+    def target(self) -> LoadedModel:
+        """The target, as far as a head needs it."""
+
+    @property
+    def state_size(self) -> int: ...
+    def read(self, parts: SequenceOf[tuple[Any, int, int]]) -> list[Tensor | None]:
+        """See `HiddenStateTap.read`."""
+
+
 @dataclass(slots=True, eq=False)
 class Pairing:
     """The states that a head's sequence reads. The caller changes it between jobs, the engine's thread within one."""
 
-    target: Sequence | None = None
+    target: Any = None
+    """Whatever the source of the states knows them by: the target's sequence, or those that have come."""
     known_length: int = 0
     """Pairs whose state is the target's. Later ones are the proposal's own."""
     own_states: list[Tensor] = field(default_factory=list)
     """The head's states for the pairs from `known_length` on, [state_size] each."""
+    branch_states: Tensor | None = None
+    """The head's states behind each branch of the last step of branches, [branches, state_size]."""
     is_lost: bool = False
     """True if states of the target were gone when the head wanted to read them."""
 
-    def begin(self, target: Sequence, known_length: int) -> None:
+    def begin(self, target: Any, known_length: int) -> None:
         self.target = target
         self.known_length = known_length
         self.is_lost = False
@@ -163,9 +179,28 @@ class Pairing:
 class PairedStates:
     """The states of a head's step."""
 
-    tap: HiddenStateTap
+    tap: StateSource
     pairings: dict[Sequence, Pairing] = field(default_factory=dict)
     """Pairings by the head's sequence. A sequence without one, as in a trial, reads `any_states`."""
+
+    def of_parts(self, parts: SequenceOf[Segment | BranchStep]) -> Tensor:
+        """The state of each pair of a step of segments or of branches, [tokens, state_size]."""
+        branches = [part for part in parts if isinstance(part, BranchStep)]
+        if branches:
+            return torch.cat([self._of_branches(part) for part in branches])
+        return self.of_step([part for part in parts if isinstance(part, Segment)])
+
+    def _of_branches(self, part: BranchStep) -> Tensor:
+        """A branch goes on from the head's own state behind its trunk, and then from those of its own."""
+        pairing = self.pairings.get(part.sequence)
+        count = part.token_count
+        if pairing is None:
+            return self.any_states(count)
+        if part.depth == 0:
+            places = [length - pairing.known_length for length in part.trunk_lengths[:count]]
+            return torch.stack([pairing.own_states[place] for place in places])
+        assert pairing.branch_states is not None, "kept by the step before"
+        return pairing.branch_states[:count]
 
     def of_step(self, segments: SequenceOf[Segment]) -> Tensor:
         """The state of each pair of a step, [tokens, state_size]."""
@@ -197,6 +232,18 @@ class PairedStates:
         known = [self.pairings.get(segment.sequence, Pairing()).known_length for segment in segments]
         found = [at >= length for own, length in zip(segments, known, strict=True) for at in own.positions()]
         return torch.tensor(found, device=self.tap.target.device)
+
+    def keep_of_parts(self, parts: SequenceOf[Segment | BranchStep], states: Tensor) -> None:
+        """Keeps the head's state after each segment, or after each token of branches."""
+        branches = [part for part in parts if isinstance(part, BranchStep)]
+        if not branches:
+            self.keep([part for part in parts if isinstance(part, Segment)], states)
+        end = 0
+        for part in branches:
+            own = states[end : end + part.token_count]
+            end += part.token_count
+            if (pairing := self.pairings.get(part.sequence)) is not None:
+                pairing.branch_states = own.to(self.tap.target.dtype, copy=True)
 
     def keep(self, segments: SequenceOf[Segment], states: Tensor) -> None:
         """Keeps the head's state after each segment of the step, of its output [tokens, state_size]: a proposal goes
@@ -244,16 +291,17 @@ class HeadModel(nn.Module):
     ) -> SimpleNamespace:
         """See `tandem.engine.steps.run_modules`. An integer keeps all rows."""
         head = self.head
-        segments = tandem_step.segments
-        states = self.states.of_step(segments)
+        parts = tandem_step.parts
+        states = self.states.of_parts(parts)
         fed_back = None
         if isinstance(head, BlockHead):
+            segments = tandem_step.segments
             is_in_block = self.states.is_past_known(segments)
             hidden = head.of_blocks(input_ids, position_ids, states, is_in_block, tandem_step)
         else:
             hidden, fed_back = head.advance(input_ids, position_ids, states, tandem_step)
         rows = hidden if isinstance(logits_to_keep, int) else hidden[logits_to_keep]
-        return SimpleNamespace(logits=self.finished(segments, head.own_logits(rows), fed_back)[None])
+        return SimpleNamespace(logits=self.finished(parts, head.own_logits(rows), fed_back)[None])
 
     def compute(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
         """Computes a pass and nothing else, so that it can be traced: logits of what the head can say, [1, tokens,
@@ -261,11 +309,13 @@ class HeadModel(nn.Module):
         hidden, fed_back = self.head.advance(token_ids, positions, states, step)
         return self.head.own_logits(hidden)[None], fed_back
 
-    def finished(self, segments: SequenceOf[Segment], own_logits: Tensor, fed_back: Tensor | None) -> Tensor:
+    def finished(
+        self, parts: SequenceOf[Segment | BranchStep], own_logits: Tensor, fed_back: Tensor | None
+    ) -> Tensor:
         """Keeps what a pass feeds back, if anything, and returns its logits, [rows, tokens_per_pass * vocabulary_size].
         Once more with the same pass is the same as once."""
         if fed_back is not None:
-            self.states.keep(segments, fed_back)
+            self.states.keep_of_parts(parts, fed_back)
         return self.head.widen(own_logits)
 
 

@@ -129,6 +129,7 @@ class RowRequest:
             goes_on,
             cache=answer.cache,
             logprobs=answer.logprobs,
+            features=answer.features,
         )
         return told, self._behind(goes_on)
 

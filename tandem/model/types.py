@@ -8,7 +8,7 @@ frozen all the same, since a frozen dataclass takes three times as long to make.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from itertools import chain
@@ -365,6 +365,8 @@ class Verification:
     """Counts of the sequence so far; None where they have not changed, or the target does not say."""
     logprobs: tuple[RowLogprobs, ...] = ()
     """Those of each row, where the sequence wants them."""
+    features: HiddenStates | None = None
+    """The states that the sequence asked for, where they come with this verification; sent before it."""
 
 
 class NextToken(Enum):
@@ -525,6 +527,49 @@ class DraftOptions(SequenceOptions):
     """Number of ids that the target has: no other is proposed. 0 means the draft's own."""
 
 
+MAX_FEATURE_BYTES = 1 << 16
+"""Maximum bytes of hidden states in a part of a message, unless a single position has more."""
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """What a drafting head on another device reads of some of the target's tokens."""
+
+    head: str
+    """Fingerprint of the head."""
+    first_position: int
+    dtype: str
+    """As torch names it."""
+    shape: tuple[int, int]
+    """Positions, and numbers of each."""
+    data: bytes
+    layer_ids: tuple[int, ...] = ()
+    """Layers that lie beside each other; empty where the states went through the head's first projection."""
+
+    def parts(self) -> Iterator[HiddenStates]:
+        """The same in parts for messages."""
+        count, width = self.shape
+        row_bytes = len(self.data) // count
+        step = max(MAX_FEATURE_BYTES // row_bytes, 1)
+        for start in range(0, count, step):
+            end = min(start + step, count)
+            data = self.data[start * row_bytes : end * row_bytes]
+            shape = end - start, width
+            yield HiddenStates(
+                self.head, self.first_position + start, self.dtype, shape, data, self.layer_ids
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureRequest:
+    """Asks a target for the hidden states that a head apart reads."""
+
+    head: str
+    """Fingerprint of the head."""
+    prompt_window: int | None = None
+    """How many of the prompt's last tokens are wanted, besides the last one; None: all."""
+
+
 @dataclass(frozen=True, slots=True)
 class TargetOptions(SequenceOptions):
     """Options with which a sequence opens on a target service."""
@@ -545,6 +590,8 @@ class TargetOptions(SequenceOptions):
     beside them."""
     weights_fingerprint: str = ""
     """Of the weights that must compute the sequence; empty for any."""
+    features: FeatureRequest | None = None
+    """The hidden states that come with verifications; None: none."""
 
     @property
     def reads_tokens(self) -> bool:
@@ -764,6 +811,10 @@ class ModelInfo:
     """Durations of the steps of a target's own head; empty without one."""
     weights: Weights | None = None
     """The weights that serve now; None where the service does not say, or has none."""
+    features_head: str = ""
+    """Fingerprint of a drafting head: a target sends what it reads, a draft reads that. Empty: none."""
+    feature_window: int | None = None
+    """How many of a prompt's last tokens a draft with such a head wants hidden states of; None: of all."""
 
     @property
     def has_model(self) -> bool:

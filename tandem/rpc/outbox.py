@@ -9,6 +9,7 @@ from tandem.model.types import (
     DenseRow,
     DraftedOutcomes,
     Grammar,
+    HiddenStates,
     Proposal,
     ProposeStep,
     RowLogprobs,
@@ -20,6 +21,7 @@ from tandem.model.types import (
     VerifyStep,
 )
 from tandem.wire.bounds import LARGE_BYTES, MAX_PARTS
+from tandem.wire.features import PassedStates
 
 PartT = TypeVar("PartT")
 
@@ -40,6 +42,10 @@ def size_of(part: object) -> int:
         case Verification():
             size += sum(map(_size_of_row, part.rows))
             size += sum(map(_size_of_logprobs, part.logprobs))
+        case HiddenStates():
+            size += len(part.data)
+        case PassedStates():
+            size += part.size
         case SequenceOptions():
             size += _size_of_open(part)
     return size

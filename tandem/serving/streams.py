@@ -152,6 +152,10 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
         """Send an answer that nobody has asked for yet, behind those before it."""
         self._send(answer if self._recent is None else self._recent.add(answer))
 
+    def send_beside(self, answer: AnswerT) -> None:
+        """Send what answers no step, behind the answers before it. It is not repeated with them."""
+        self._send(answer)
+
     def repeat(self, step: Any) -> bool:
         """Say again what there is to say of a step that was asked before; false for any other request."""
         if self._recent is None or not self._recent.is_repeated(step):

@@ -15,6 +15,7 @@ from tandem.model.types import (
     DraftLoad,
     DraftOptions,
     Finish,
+    HiddenStates,
     Proposal,
     ProposeStep,
     RowKind,
@@ -37,9 +38,10 @@ from tandem.wire.common import (
     write_proposal,
 )
 from tandem.wire.converter import Converter, enum_codec
+from tandem.wire.features import PassedStates, read_states, write_states
 from tandem.wire.status import Ending, read_ending, write_ending
 
-Request: TypeAlias = DraftOptions | ProposeStep | Finish | Cancel
+Request: TypeAlias = DraftOptions | ProposeStep | PassedStates | HiddenStates | Finish | Cancel
 """A part of a coordinator's message, about one sequence."""
 
 Answer: TypeAlias = Proposal | DraftedOutcomes
@@ -63,6 +65,8 @@ def requests_to_proto(requests: Iterable[tuple[int, Request]]) -> draft_pb2.Prop
             _write_step(part.step, request)
         elif isinstance(request, DraftOptions):
             _write_open(part.open, request)
+        elif isinstance(request, PassedStates | HiddenStates):
+            write_states(part.features, request)
         elif isinstance(request, Finish):
             part.finish.kept_token_count = request.token_count
         else:
@@ -93,6 +97,8 @@ def _read_request(part: draft_pb2.ProposeRequest.Part) -> Request:
             return Finish(part.finish.kept_token_count)
         case "cancel":
             return Cancel()
+        case "features":
+            return read_states(part.features)
         case _:
             raise InvalidRequestError("a part has no content; it must hold open, step, finish or cancel")
 

@@ -22,8 +22,10 @@ from tandem.model.types import (
     Delta,
     DenseRow,
     DraftedOutcomes,
+    FeatureRequest,
     Finish,
     GoesOn,
+    HiddenStates,
     IntArray,
     LogitAdjustments,
     Pending,
@@ -59,6 +61,7 @@ from tandem.wire.common import (
     write_proposal,
 )
 from tandem.wire.converter import Converter
+from tandem.wire.features import PassedStates, pass_states, write_states
 from tandem.wire.status import Ending, read_ending, write_ending
 
 Request: TypeAlias = TargetOptions | VerifyStep | DraftedOutcomes | Finish | Cancel
@@ -134,6 +137,10 @@ def _write_open(message: target_pb2.VerifyOpen, options: TargetOptions) -> None:
         message.logprob_count = options.logprobs
     message.with_sampled_logprobs = options.sampled_logprobs
     message.weights_fingerprint = options.weights_fingerprint
+    if options.features is not None:
+        message.features.head = options.features.head
+        if options.features.prompt_window is not None:
+            message.features.prompt_window = options.features.prompt_window
     if options.acceptance is not None:
         _write_rule(message.acceptance_rule, options.acceptance)
     if options.adjustments != _NO_ADJUSTMENTS:
@@ -178,7 +185,15 @@ def _read_open(message: target_pb2.VerifyOpen) -> TargetOptions:
         logprobs=_read_logprob_count(message),
         sampled_logprobs=message.with_sampled_logprobs,
         weights_fingerprint=message.weights_fingerprint,
+        features=_read_features(message.features) if message.HasField("features") else None,
     )
+
+
+def _read_features(message: target_pb2.FeatureRequest) -> FeatureRequest:
+    window = message.prompt_window if message.HasField("prompt_window") else None
+    if window is not None and window < 0:
+        raise InvalidRequestError(f"features.prompt_window is {window}; it must be at least 0")
+    return FeatureRequest(message.head, window)
 
 
 def _read_logprob_count(message: target_pb2.VerifyOpen) -> int | None:
@@ -325,7 +340,7 @@ def _check_outcomes(drafted: DraftedOutcomes) -> DraftedOutcomes:
 
 
 def answers_to_proto(
-    answers: Iterable[tuple[int, Verification | Pending | Ending]],
+    answers: Iterable[tuple[int, Verification | Pending | HiddenStates | Ending]],
 ) -> target_pb2.VerifyResponse:
     """A message of answers, each with the number of its sequence."""
     message = target_pb2.VerifyResponse()
@@ -338,6 +353,8 @@ def answers_to_proto(
         elif isinstance(answer, Pending):
             part.pending.serial = answer.serial
             part.pending.waits_for_room = answer.is_waiting
+        elif isinstance(answer, HiddenStates):
+            write_states(part.features, answer)
         else:
             write_ending(part.ending, answer)
     return message
@@ -433,7 +450,7 @@ class Answer:
 
 def answers_from_proto(
     message: target_pb2.VerifyResponse,
-) -> Iterator[tuple[int, Answer | Pending | Ending | ProtocolError]]:
+) -> Iterator[tuple[int, Answer | Pending | PassedStates | Ending | ProtocolError]]:
     """The answers of a message, each with the number of its sequence; an error in place of one that is wrong."""
     check_message(message)
     for part in message.parts:
@@ -443,6 +460,8 @@ def answers_from_proto(
                 yield sequence, _read_verification(part.verification, message)
             case "pending":
                 yield sequence, Pending(part.pending.serial, part.pending.waits_for_room)
+            case "features":
+                yield sequence, pass_states(part.features)
             case "ending":
                 yield sequence, read_ending(part.ending)
             case _:

@@ -15,6 +15,7 @@ from tandem.engine.core.selection import choose_backends
 from tandem.engine.hidden_states import HiddenStateTap, PairedStates, as_model
 from tandem.engine.interface import EngineSettings
 from tandem.engine.kv_cache.arena import memory_allowance
+from tandem.engine.models.checkpoint import find_weights, weights_fingerprint
 from tandem.engine.models.heads.dflash import DFlashHead
 from tandem.engine.models.heads.eagle import Eagle3Head, EagleHead
 from tandem.engine.models.heads.interface import BlockHead, DraftHead
@@ -24,6 +25,7 @@ from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.steps import ModelRunner
 from tandem.telemetry.streams import OnStep
 from tandem_target.chosen_head import chosen_head
+from tandem_target.features import FeatureSender, Projection
 from tandem_target.head_drafter import HeadDrafter, extend_by_passes
 from tandem_target.hidden_state_files import hidden_state_files
 from tandem_target.settings import TargetSettings
@@ -52,6 +54,8 @@ def load_verifier(
         return _load_over_vllm(settings, on_step, on_failure)
     if settings.has_head:
         return _load_with_head(settings, on_step, on_failure, on_head_step)
+    if settings.features is not None:
+        return _load_with_features(settings, on_step, on_failure)
     if settings.shared_storage_path is not None:
         return _load_with_files(settings, on_step, on_failure)
 
@@ -111,6 +115,25 @@ def _load_with_files(settings: TargetSettings, on_step: OnStep, on_failure: OnFa
     verifier = _verifier(engine, settings)
     verifier.files = files
     verifier.fixed_because = "it writes the hidden states of its present weights (--shared-storage-path)"
+    return verifier
+
+
+def _load_with_features(settings: TargetSettings, on_step: OnStep, on_failure: OnFailure) -> Verifier:
+    """Load a target that sends what a head on another device reads."""
+    assert settings.head is not None, "checked before"
+    head = Eagle3Head(settings.head)
+    target = _load_target(settings)
+    head.load(target)
+    fingerprint = weights_fingerprint(settings.head, find_weights(settings.head))
+    tap = HiddenStateTap(target, Projection(head))
+    model = replace(tap.model, info=replace(target.info, features_head=fingerprint))
+    backends = choose_backends(model, settings.compile, settings.compile_cache, tap)
+    features = FeatureSender(tap, fingerprint)
+    engine = RowEngine(
+        backends, EngineSettings.of(settings), on_step, on_failure=on_failure, features=features
+    )
+    verifier = _verifier(engine, settings)
+    verifier.fixed_because = "a head on another device reads the states of its present weights (--features)"
     return verifier
 
 

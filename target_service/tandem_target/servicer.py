@@ -7,7 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from tandem.errors import ServiceUnavailableError, TandemError
-from tandem.model.types import DenseRow, DraftedOutcomes, Pending, TargetOptions, Verification, VerifyStep
+from tandem.model.types import (
+    DenseRow,
+    DraftedOutcomes,
+    HiddenStates,
+    Pending,
+    TargetOptions,
+    Verification,
+    VerifyStep,
+)
 from tandem.serving.interceptors import Context
 from tandem.serving.streams import Repetition, SequenceStreams, ServedSequence, Translation
 from tandem.telemetry.streams import NO_SERVICE_OBSERVER, ServiceObserver
@@ -19,13 +27,13 @@ from tandem.wire.common import file_parts, model_info_to_proto, statistics_to_pr
 if TYPE_CHECKING:
     from tandem_target.verifier import Verifier
 
-Said: TypeAlias = Verification | Pending
+Said: TypeAlias = Verification | Pending | HiddenStates
 
 VerifiedFor: TypeAlias = ServedSequence[TargetOptions, VerifyStep, Said]
 
 
 def _label(said: Said, serial: int, led: int) -> Said:
-    if isinstance(said, Pending):
+    if not isinstance(said, Verification):
         return said
     # For each answer: `replace` takes three times as long.
     return Verification(
@@ -60,6 +68,12 @@ TRANSLATION: Translation[TargetOptions, VerifyStep, Said] = Translation(
 )
 
 
+def _send_features(sequence: VerifiedFor, answer: Verification) -> None:
+    if answer.features is not None:
+        for part in answer.features.parts():
+            sequence.send_beside(part)
+
+
 class TargetServicer(TargetServiceServicer):
     """Lets coordinators verify proposals."""
 
@@ -90,6 +104,7 @@ class TargetServicer(TargetServiceServicer):
                     sequence.tell(answer)
                 else:
                     stream.led(len(answer.rows))
+                    _send_features(sequence, answer)
                     sequence.say(answer)
 
             sequence.is_waiting = lambda: True  # for a place
@@ -104,6 +119,7 @@ class TargetServicer(TargetServiceServicer):
                     stream.step_arrived()
                     verification = await verified.verify(step)
                     stream.answered(len(verification.rows))
+                    _send_features(sequence, verification)
                     await sequence.answer(verification)
                 verified.kept_length = sequence.kept_tokens
 

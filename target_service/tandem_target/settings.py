@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -41,6 +41,10 @@ class TargetSettings(ModelServerSettings):
     eagle_aux_hidden_state_layer_ids: Integers | None = None
     """Layers whose hidden states are written, each by the number of layers before the state: 0 is the embedding. By
     default EAGLE-3's three. vLLM's name, in the draft's hf_config."""
+    features: Literal["eagle3"] | None = None
+    """Send coordinators what a drafting head on another device reads. Tandem's own."""
+    head: Path | None = None
+    """Folder of that head, whose first projection this process applies. Tandem's own."""
     num_speculative_tokens: int = Field(default=PROPOSED_TOKENS, ge=1, le=MAX_CONFIGURED_TOKENS)
     """Tokens of the proposals for which the engine vllm captures whole CUDA graphs: the coordinator's number. Others
     run as well, and heads of vLLM's propose no more. vLLM's name."""
@@ -59,6 +63,15 @@ def check_extraction(settings: TargetSettings) -> None:
     """Refuse a method that a target has no use for, and options of `extract_hidden_states` that do not go together."""
     method = settings.speculative_method
     folder = settings.shared_storage_path
+    if (settings.features is None) != (settings.head is None):
+        raise ConfigurationError(
+            f"--features is {settings.features} and --head is {settings.head}; give both, or none"
+        )
+    if settings.features is not None and (folder is not None or settings.has_head or settings.uses_vllm):
+        raise ConfigurationError(
+            f"--features is {settings.features}; it goes with the embedded engine, and with neither --draft-model nor "
+            "--shared-storage-path"
+        )
     if folder is None and method == EXTRACT_HIDDEN_STATES:
         raise ConfigurationError(
             f"--method is {method} and --shared-storage-path is missing; name the folder for the files"

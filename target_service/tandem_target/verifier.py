@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -28,6 +29,8 @@ from tandem.model.types import (
     VerifyStep,
 )
 from tandem_target.hidden_state_files import HiddenStateFiles
+
+logger = logging.getLogger(__name__)
 
 OnLed: TypeAlias = Callable[[Verification | TandemError], None] | None
 """Takes the answers to steps that nobody has asked for, in order; an error ends the sequence."""
@@ -95,6 +98,10 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
         if self.own_head is not None and options.acceptance is not None:
             rule = rule_of(options.acceptance, options.sampling)
         grammar = None if options.grammar is None else await self.open_grammar(options.grammar, options.scope)
+        if options.features is not None and options.features.head != info.features_head:
+            fields = {"request_id": options.request_id, "asked": options.features.head[:12]}
+            logger.warning("features of another head were asked for, and are not sent", extra=fields)
+            options = replace(options, features=None)
         # The grammar's source stays here, where it is compiled: engines may pass options on.
         options = replace(options, max_length=options.max_length or info.max_length, grammar=None)
         cached = await self._engine.open(options.max_length, client=options.client, scope=options.scope)

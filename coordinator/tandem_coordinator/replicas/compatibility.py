@@ -113,6 +113,17 @@ def check_coverage(config: SpeculativeConfig, draft: ModelInfo, coverage: Covera
         )
 
 
+@rule("A draft that reads hidden states needs a target that sends those of its head.")
+def _hidden_states(deployment: Deployment) -> Iterator[str]:
+    draft = deployment.draft
+    if draft is not None and draft.features_head not in ("", deployment.target.features_head):
+        sent = deployment.target.features_head[:12] or "none"
+        yield (
+            f"the draft {draft.name} is the head {draft.features_head[:12]} and reads hidden states; the target sends "
+            f"those of the head {sent}: start it with --features eagle3 --head and the same folder"
+        )
+
+
 @rule("Draft and target share `max_length`.")
 def _shared_max_length(deployment: Deployment) -> Iterator[str]:
     draft = deployment.draft
@@ -161,6 +172,7 @@ MODEL_RULES: tuple[Rule[Deployment], ...] = (
     _drafting_method,
     _vocabulary_size,
     _tokenizer,
+    _hidden_states,
     _shared_max_length,
     _configured_max_length,
     _tensor_parallel_size,

@@ -21,6 +21,7 @@ from tandem.model.types import (
     Acceptance,
     AheadBudget,
     DraftOptions,
+    FeatureRequest,
     GenerationRequest,
     LogitAdjustments,
     ModelInfo,
@@ -209,6 +210,7 @@ class Plan:
             draft_top_k=0,
             logprobs=None,
             sampled_logprobs=False,
+            features=None,
         )
 
     def target_options(self, client: str = "") -> TargetOptions:
@@ -228,7 +230,16 @@ class Plan:
             draft_top_k=(self.settings.draft_top_k or 0) if self.asks_head else 0,
             logprobs=self._row_logprobs,
             sampled_logprobs=request.sampled_logprobs,
+            features=self._features,
         )
+
+    @property
+    def _features(self) -> FeatureRequest | None:
+        """The hidden states that the draft reads; None for a draft that reads none."""
+        draft = self.models.draft
+        if draft is None or not draft.features_head or not self.num_speculative_tokens:
+            return None
+        return FeatureRequest(draft.features_head, draft.feature_window)
 
     def draft_options(self, ahead: AheadBudget | None = None, client: str = "") -> DraftOptions:
         """Options with which it opens on a draft, with the most that it may draft ahead and the client's address."""

@@ -184,6 +184,8 @@ class RequestRunner:
         target = open_target(plan.target_options(place.client), plan.row_kind)
         speculation = self._speculation(plan)
         draft = self._draft(plan, speculation, events, observer, place.client, target)
+        if isinstance(draft, FailoverDraft):
+            target.on_states = draft.take_states
         active = ActiveRequest(plan, completion, place, times, tally, draft, target, speculation)
         async with AsyncExitStack() as streams:
             streams.enter_context(self.requests.running(active))

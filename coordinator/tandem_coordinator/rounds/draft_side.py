@@ -11,6 +11,7 @@ from tandem.model.replica import ReplicaState
 from tandem.model.speculation_state import SpeculationState
 from tandem.model.types import DraftOptions, Proposal
 from tandem.serving.scopes import RequestScopes
+from tandem.wire.features import PassedStates
 from tandem_coordinator import speculation_report
 from tandem_coordinator.decoding.completion import Completion
 from tandem_coordinator.outcomes import AWAY, Away, Coming, Hit, Outcome
@@ -186,6 +187,11 @@ class FailoverDraft:
         current = self._placement.current
         if current is not None and current.sequence.outcomes.awaits(completion.token_ids):
             current.sequence.go_on(completion, proposal, plan.ahead_budget)
+
+    def take_states(self, states: PassedStates) -> None:
+        """Take hidden states of the target, which whichever draft there is gets."""
+        if self._placement.current is not None:
+            self._placement.current.sequence.take_states(states)
 
     # ---- what becomes of it
 

@@ -39,7 +39,7 @@ from tandem_coordinator.replicas.pool import UNANSWERED_SECONDS, Member, Pool
 from tandem_coordinator.rounds.events import RequestEvents
 from tandem_coordinator.rounds.placement import OpenSequence
 from tandem_coordinator.telemetry.observer import RequestObserver
-from tandem_coordinator.transport.target_client import RowChoice, TargetClient, TargetSequence
+from tandem_coordinator.transport.target_client import OnStates, RowChoice, TargetClient, TargetSequence
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +161,8 @@ class FailoverTarget:
     _place: _Place | None = None
     _left: _Place | None = None
     _next_move: float = 0.0
+    on_states: OnStates = None
+    """Takes the hidden states that a head apart reads."""
 
     @property
     def address(self) -> str | None:
@@ -328,7 +330,7 @@ class FailoverTarget:
     def _enter(self, member: Member[TargetClient]) -> _Place:
         observer = self._observer.stream("target", member.address)
         options = replace(self._options, weights_fingerprint=member.weights_fingerprint)
-        sequence = TargetSequence(member.client, options, self._rows, observer)
+        sequence = TargetSequence(member.client, options, self._rows, observer, self.on_states)
         return _Place(member, sequence, None if member.model is None else member.model.weights)
 
     def _leave_if_draining(self) -> None:

@@ -35,6 +35,7 @@ from tandem.v1.draft_pb2_grpc import DraftServiceStub
 from tandem.wire import draft as wire
 from tandem.wire.bounds import read_message
 from tandem.wire.common import COVERAGE, model_info_from_proto, statistics_from_proto
+from tandem.wire.features import PassedStates
 from tandem.wire.status import Ending
 from tandem_coordinator.outcomes import IDLE, Coming, Hit, Miss, Outcome
 from tandem_coordinator.stats.speculation import MovingAverage
@@ -76,6 +77,11 @@ class Tokens(Protocol):
 
 OnOutcomes: TypeAlias = Callable[[DraftedOutcomes], None] | None
 """Takes outcomes of the round in progress as they arrive."""
+
+_PROMPT_BYTES = 1 << 15
+"""Hidden states of so many bytes do not wait for the next step."""
+_MAX_WAITING_BYTES = 64 << 20
+"""A draft that reads so slowly is sent no more hidden states."""
 
 _NO_OUTCOME = -1, -1
 _MAX_SUPPORT_IDS = 1 << 16
@@ -258,7 +264,7 @@ class PendingOutcomes:
             yield f"it pushed supports of {self._support_ids} ids in one round; at most {_MAX_SUPPORT_IDS} are kept"
 
 
-class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
+class DraftSequence(StreamedSequence[DraftOptions | ProposeStep | PassedStates, wire.Answer]):
     """Asks a draft service for proposals, for as long as the sequence stays there.
 
     It begins by letting the draft read the sequence while the target does, without waiting for it. One step at a time
@@ -268,7 +274,7 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
 
     def __init__(
         self,
-        streams: Streams[DraftOptions | ProposeStep, wire.Answer],
+        streams: Streams[DraftOptions | ProposeStep | PassedStates, wire.Answer],
         options: DraftOptions,
         limits: DraftLimits,
         observer: StreamObserver,
@@ -296,6 +302,9 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         self.is_open = False
         """True once the draft has read the sequence. Before that, the draft may be waiting for room."""
         self._late_since: float | None = None
+        self._states: list[PassedStates] = []
+        """Hidden states of the target that go with the next step."""
+        self._has_lost_states = False
 
     @property
     def is_idle(self) -> bool:
@@ -325,6 +334,25 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         if not self.number:
             self.send(self._options)
         self._ask(completion, 0)
+
+    def take_states(self, states: PassedStates) -> None:
+        """Take hidden states of the target for the draft. Few wait for the next step, in whose message they go; those
+        of a prompt are sent at once."""
+        if self._has_lost_states or self.error is not None:
+            return
+        if self._stream.outbox.waiting_bytes > _MAX_WAITING_BYTES:
+            self._has_lost_states = True  # of no use without these, which the draft will say
+            self._states.clear()
+            return
+        self._states.append(states)
+        if sum(each.size for each in self._states) >= _PROMPT_BYTES:
+            self.send(*self._states)
+            self._states.clear()
+
+    def _send_step(self, step: ProposeStep) -> None:
+        states = self._states
+        self._states = []
+        self.send(*states, step)
 
     def outcome(self, completion: Tokens) -> Outcome:
         """The continuation that the draft has ready behind the outcome of the last verification.
@@ -363,7 +391,7 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         if budget is None:
             return
         delta = self._remote.delta_to(completion.token_ids, proposal.token_ids)
-        self.send(ProposeStep(delta, 0, budget, len(proposal)))
+        self._send_step(ProposeStep(delta, 0, budget, len(proposal)))
 
     async def propose(
         self, completion: Tokens, count: int, patience_seconds: float, budget: AheadBudget | None = None
@@ -400,7 +428,7 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         self.outcomes.expect(completion.length, (), None)
         self._granted = budget if count and self._options.ahead else None
         self._is_asked = True
-        self.send(ProposeStep(self._remote.delta_to(completion.token_ids), count, self._granted))
+        self._send_step(ProposeStep(self._remote.delta_to(completion.token_ids), count, self._granted))
 
     async def _wait_for_answer(self, until: float) -> Proposal | None:
         """The answer to the last step; None while it is late. What is late already is not waited for again."""
@@ -470,7 +498,7 @@ class DraftClient:
         """How busy it last said that it is."""
         self.statistics: EngineStatistics | None = None
         """The latest figures of its engine, if it has one and reports them."""
-        self.streams: Streams[DraftOptions | ProposeStep, wire.Answer] = Streams(
+        self.streams: Streams[DraftOptions | ProposeStep | PassedStates, wire.Answer] = Streams(
             service="draft service",
             call=channel.stream_stream("/tandem.v1.DraftService/Propose"),
             write=wire.requests_to_proto,

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import grpc.aio
 import numpy as np
@@ -55,6 +55,7 @@ from tandem.wire import target as wire
 from tandem.wire.bounds import read_message
 from tandem.wire.common import model_info_from_proto, statistics_from_proto
 from tandem.wire.draft import MAX_TOKENIZER_BYTES
+from tandem.wire.features import PassedStates
 from tandem.wire.status import Ending
 from tandem_coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
 from tandem_coordinator.transport.proposals import check_proposal
@@ -183,7 +184,9 @@ def _wrong_logits(row: DenseRow, vocabulary_size: int) -> str:
 
 
 _Request = TargetOptions | VerifyStep | DraftedOutcomes
-_Answer = wire.Answer | Pending
+_Answer = wire.Answer | Pending | PassedStates
+OnStates: TypeAlias = Callable[[PassedStates], None] | None
+"""Takes the hidden states that a head apart reads, as they come."""
 
 ASK_AGAIN_SECONDS = 2.0
 """An answer is asked for again after so long: where steps are short, none that is in time, and a stream pauses for less
@@ -320,9 +323,15 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
     """Asks a target service for rows, for as long as the sequence stays there."""
 
     def __init__(
-        self, client: TargetClient, options: TargetOptions, rows: RowChoice, observer: StreamObserver
+        self,
+        client: TargetClient,
+        options: TargetOptions,
+        rows: RowChoice,
+        observer: StreamObserver,
+        on_states: OnStates = None,
     ) -> None:
         super().__init__(client.streams, observer)
+        self._on_states = on_states
         self._rounds = client.rounds
         self._options = replace(options, traceparent=observer.traceparent)
         self._rows = rows
@@ -445,6 +454,10 @@ class TargetSequence(StreamedSequence[_Request, _Answer]):
         All sequences that a message answers take their answers before any of them goes on, so that their rule can
         decide all of their rounds at once.
         """
+        if isinstance(answer, PassedStates):
+            if self._on_states is not None:
+                self._on_states(answer)
+            return
         if isinstance(answer, Pending):
             if answer.serial == self._serial:
                 self.pending = answer

@@ -24,6 +24,7 @@ from tandem.engine.core.jobs import (
     Drafter,
     Extended,
     Failed,
+    FeatureReader,
     Head,
     HeadOutcome,
     Job,
@@ -41,7 +42,15 @@ from tandem.engine.interface import EngineSettings, KvUsage, RowRequest, decide_
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.steps import SMALL_STEP_TOKENS, ModelRunner
 from tandem.errors import CapacityError, InvalidRequestError, ServiceUnavailableError, TandemError
-from tandem.model.types import Acceptance, CacheCounts, Delta, ModelInfo, Proposal, Verification
+from tandem.model.types import (
+    Acceptance,
+    CacheCounts,
+    Delta,
+    HiddenStates,
+    ModelInfo,
+    Proposal,
+    Verification,
+)
 from tandem.serving.fair_places import FairPlaces
 
 logger = logging.getLogger(__name__)
@@ -632,14 +641,17 @@ class RowEngine(Engine[RowRequest, Verification]):
         *,
         on_failure: Callable[[], None] | None = None,
         drafter: Drafter | None = None,
+        features: FeatureReader | None = None,
     ) -> None:
         """
         Args:
             drafter: Makes the proposals of steps that ask for those of the target's own head.
+            features: Reads what a head on another device wants of each step.
         """
-        head = partial(row_head, model=model, on_launched=self._deliver_beside_device)
+        head = partial(row_head, model=model, on_launched=self._deliver_beside_device, features=features)
         super().__init__(model, head, settings, on_step, on_failure=on_failure)
         self._drafter = drafter
+        self._features = features
         self._masks = ThreadPoolExecutor(1, "masks")
 
     async def close(self) -> None:
@@ -669,6 +681,8 @@ class RowEngine(Engine[RowRequest, Verification]):
         super()._free(sequence)
         if self._drafter is not None:
             self._drafter.release(sequence)
+        if self._features is not None:
+            self._features.release(sequence)
 
     def _extend(self) -> None:
         ready = [
@@ -746,6 +760,7 @@ def row_head(
     logits: Any,
     model: ModelRunner,
     on_launched: Callable[[], None] = lambda: None,
+    features: FeatureReader | None = None,
 ) -> list[Done[Verification] | Failed]:
     """Logits become the rows that each job asks for. `on_launched` is called before the host waits for them."""
     given = [_with_tokens(job) for job in ready]
@@ -757,19 +772,23 @@ def row_head(
     on_launched()
     answers = launched.read()
     decided = decide_own([job.payload for job in ready], answers)
+    states = [None] * len(ready) if features is None else features.read(ready, answers)
     outcomes: list[Done[Verification] | Failed] = []
-    for job, each, answer, acceptance in zip(ready, given, answers, decided, strict=True):
+    for job, each, answer, acceptance, own in zip(ready, given, answers, decided, states, strict=True):
         if isinstance(each, InvalidRequestError):
             outcomes.append(Failed(each))
         elif answer is None:
             outcomes.append(non_finite(job.payload.base_length))
         else:
-            outcomes.append(Done(answer, partial(_go_on, job, answer, acceptance)))
+            outcomes.append(Done(answer, partial(_go_on, job, answer, acceptance, own)))
     return outcomes
 
 
 def _go_on(
-    job: Job[RowRequest], answer: Verification, acceptance: Acceptance | None
+    job: Job[RowRequest],
+    answer: Verification,
+    acceptance: Acceptance | None,
+    features: HiddenStates | None = None,
 ) -> tuple[Verification, Job[RowRequest] | None]:
     request = job.payload
     proposal = request.proposal
@@ -780,7 +799,13 @@ def _go_on(
     if sequence.is_new or sequence.preemption_count:
         cache = CacheCounts(sequence.reused_length, sequence.preemption_count)
     counted = Verification(
-        answer.base_length, answer.rows, job.cost, proposal, cache=cache, logprobs=answer.logprobs
+        answer.base_length,
+        answer.rows,
+        job.cost,
+        proposal,
+        cache=cache,
+        logprobs=answer.logprobs,
+        features=features,
     )
     told, following = request.go_on(counted, acceptance, job.sequence.token_ids)
     return told, None if following is None else make_job(job.sequence, following, is_led=True)

@@ -15,7 +15,15 @@ from torch import Tensor
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.steps import ModelRunner
 from tandem.errors import NonFiniteLogitsError, TandemError
-from tandem.model.types import TOKEN_BOUNDS, Delta, Proposal, StepCost, TokenHistogram
+from tandem.model.types import (
+    TOKEN_BOUNDS,
+    Delta,
+    HiddenStates,
+    Proposal,
+    StepCost,
+    TokenHistogram,
+    Verification,
+)
 
 PayloadT = TypeVar("PayloadT")
 ResultT = TypeVar("ResultT")
@@ -113,6 +121,19 @@ class Drafter(Protocol):
     @property
     def overdue_seconds(self) -> float:
         """See `RunningModel`. Called on any thread."""
+
+
+class FeatureReader(Protocol):
+    """Reads hidden states of a step's sequences for heads on other devices. Every method is called on the engine's
+    thread."""
+
+    def read(
+        self, jobs: SequenceOf[Job[Any]], answers: SequenceOf[Verification | None]
+    ) -> SequenceOf[HiddenStates | None]:
+        """The states that each job's sequence has asked for and not been given yet."""
+
+    def release(self, sequence: Sequence) -> None:
+        """The sequence is gone."""
 
 
 def non_finite(length: int) -> Failed:

@@ -117,14 +117,14 @@ class PlannedBackend(CpuNativeBackend):
             return super().run_branches(parts)
         for part in parts:
             clear_room(self._arena, part)
-        return plan.replay(packing, range(packing.token_count))
+        return self._replay(plan, packing, range(packing.token_count))
 
     def _replay(self, plan: ExecutionPlan, packing: Packing, rows: SequenceOf[int]) -> Tensor:
         if self._head is None:
             return plan.replay(packing, rows)
-        states = self._head.states.of_step(packing.segments)
+        states = self._head.states.of_parts(packing.parts)
         own_logits = plan.replay(packing, rows, states)
-        return self._head.finished(packing.segments, own_logits, plan.fed_back(packing.token_count))
+        return self._head.finished(packing.parts, own_logits, plan.fed_back(packing.token_count))
 
     @property
     def _computes_wanted_rows_only(self) -> bool:

@@ -96,13 +96,15 @@ class Pace:
 def run_paced(role: str, pace: Pace, arguments: list[str], steps: TextIO | None = None) -> None:
     """Run a model service with these arguments whose steps take a minimum time. See `Pace.paced`."""
     import tandem_draft.__main__
+    import tandem_draft.proposers.head_apart as head_apart
     import tandem_draft.proposers.standalone as standalone
     import tandem_target.__main__
     import tandem_target.loading as loading
 
     # The services look their loaders up by name when they load.
-    module: Any = loading if role == "target" else standalone
-    name = "load_verifier" if role == "target" else "load_standalone"
+    is_apart = role == "draft" and "--target-features" in arguments
+    module: Any = loading if role == "target" else head_apart if is_apart else standalone
+    name = "load_verifier" if role == "target" else "load_head_apart" if is_apart else "load_standalone"
     load = getattr(module, name)
 
     def paced(settings: Any, on_step: Any = None, on_failure: Any = None) -> Any:

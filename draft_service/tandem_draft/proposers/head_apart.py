@@ -117,6 +117,7 @@ class HeadEngine(Engine[HeadPass, Proposal | None]):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._background._max_bytes = 0  # no branch is taken over
+        self._background.max_step_tokens = 1024  # branches of 16 sequences
 
     def _start_job(self, job: Job[HeadPass] | None) -> None:
         passes = None if job is None else job.payload

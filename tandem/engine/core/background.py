@@ -143,6 +143,7 @@ class BackgroundWork:
         """Those with a step to come, in the order of their turns."""
         self._kept: dict[Sequence, _Branches] = {}
         """The branches of sequences that have computed nothing since, for the next job's delta."""
+        self.max_step_tokens = _MAX_STEP_TOKENS
         self._max_bytes = MAX_BYTES if self._runner.writes_behind_trunk else 0
 
     @property
@@ -192,9 +193,9 @@ class BackgroundWork:
             del self._waiting[sequence]
             trunk = self._try(job, partial(self._prepare, job))
             count = sequence.pending_count
-            if trunk is None or count > _MAX_STEP_TOKENS:
+            if trunk is None or count > self.max_step_tokens:
                 continue
-            if tokens + count > _MAX_STEP_TOKENS:
+            if tokens + count > self.max_step_tokens:
                 self._waiting[sequence] = job
                 break
             if not count:
@@ -232,7 +233,7 @@ class BackgroundWork:
         """Take jobs whose turn it is, at least one, as many as have branches that fit into one step."""
         begun = [*self._begun.items()]
         ends = accumulate(step.token_count for _, (_, step) in begun)
-        count = max(sum(end <= _MAX_STEP_TOKENS for end in ends), 1)
+        count = max(sum(end <= self.max_step_tokens for end in ends), 1)
         return [self._begun.pop(sequence) for sequence, _ in begun[:count]]
 
     def _read(self, trunks: SequenceOf[_Branches], began: float) -> None:

@@ -42,15 +42,7 @@ from tandem.engine.interface import EngineSettings, KvUsage, RowRequest, decide_
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.steps import SMALL_STEP_TOKENS, ModelRunner
 from tandem.errors import CapacityError, InvalidRequestError, ServiceUnavailableError, TandemError
-from tandem.model.types import (
-    Acceptance,
-    CacheCounts,
-    Delta,
-    HiddenStates,
-    ModelInfo,
-    Proposal,
-    Verification,
-)
+from tandem.model.types import Acceptance, CacheCounts, Delta, HiddenStates, ModelInfo, Proposal, Verification
 from tandem.serving.fair_places import FairPlaces
 
 logger = logging.getLogger(__name__)

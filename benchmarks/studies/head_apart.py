@@ -118,7 +118,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        words = [self.mode]
+        words: list[str] = [self.mode]
         if self.length:
             words.append(f"K {self.length}")
         if self.outcomes:
@@ -139,6 +139,7 @@ class Way:
 
 
 def ways(settings: HeadApartSettings) -> Iterator[Way]:
+    """The ways to draft that the settings ask for."""
     for mode in settings.modes:
         if mode == "alone":
             yield Way(mode)
@@ -169,14 +170,14 @@ class Services:
             case "alone":
                 return await self._start("target", "alone", *own), ""
             case "beside":
-                words = ("--draft-model", head, "--no-draft-repeats")
-                return await self._start("target", "beside", *own, *words), ""
+                beside = ("--draft-model", head, "--no-draft-repeats")
+                return await self._start("target", "beside", *own, *beside), ""
             case "asked" | "ahead":
                 target = await self._start("target", "features", *own, "--features", "eagle3", "--head", head)
-                words = ("--model", head, "--target-features", "--target-model", str(self.target))
+                words = ["--model", head, "--target-features", "--target-model", str(self.target)]
                 window = self._settings.window
                 if window is not None:
-                    words += ("--draft-feature-window", str(window))
+                    words += ["--draft-feature-window", str(window)]
                 return target, await self._start("draft", "head", *words)
             case _:
                 assert self._draft is not None, "the demo pair has a draft"
@@ -223,21 +224,21 @@ async def measure(
     """The cells of a way. Its coordinator is new, and completes a prompt that does not count."""
     target, draft = await services.addresses(way.mode)
     words = ["--target-address", target, *(("--draft-address", draft) if draft else ())]
-    cells = []
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder) / "counts.json"
         package = "tandem_coordinator"
         if settings.count:
             os.environ[COUNTS] = str(counts)
             package = "benchmarks.studies.head_apart"
-        async with process(package, *words, *way.options(settings)) as (address, process_id):
-            async with Client(address) as client:
-                if not settings.count:
-                    await complete(client, [loads[0].requests[0][0]], way)
-                for load in loads:
-                    before = processor_seconds(process_id)
-                    cells.append(await run(client, load, way, before, process_id))
+        async with (
+            process(package, *words, *way.options(settings)) as (address, process_id),
+            Client(address) as client,
+        ):
+            if not settings.count:
+                await complete(client, loads[0].requests[0][:1])
+            cells = [await run(client, load, process_id) for load in loads]
         if settings.count:
+            del os.environ[COUNTS]
             found = json.loads(counts.read_text(encoding="utf-8"))
             cells[-1].counts.update(found)
     return cells
@@ -251,12 +252,14 @@ class Load:
     requests: Sequence[Sequence[GenerationRequest]]
 
 
-async def run(client: Client, load: Load, way: Way, before: float, process_id: int) -> Cell:
+async def run(client: Client, load: Load, process_id: int) -> Cell:
+    """Complete a load's requests through the coordinator with this process id."""
     tokens = proposed = accepted = rounds = hits = awaited = 0
     texts: list[tuple[int, ...]] = []
+    before = processor_seconds(process_id)
     began = time.perf_counter()
     for batch in load.requests:
-        for each in await complete(client, batch, way):
+        for each in await complete(client, batch):
             tokens += len(each.token_ids)
             stats = each.summary.speculation
             rounds += stats.rounds
@@ -270,11 +273,13 @@ async def run(client: Client, load: Load, way: Way, before: float, process_id: i
     return Cell(tokens, seconds, used, proposed, accepted, rounds, hits, awaited, {}, tuple(texts))
 
 
-async def complete(client: Client, requests: Iterable[GenerationRequest], way: Way) -> list[Any]:
+async def complete(client: Client, requests: Iterable[GenerationRequest]) -> list[Any]:
+    """Complete requests at once."""
     return await asyncio.gather(*(client.complete(request) for request in requests))
 
 
 def loads_of(settings: HeadApartSettings, prompts: Sequence[Sequence[int]]) -> Iterator[Load]:
+    """The loads of the settings, the same for all ways."""
     for size in settings.batch:
         for temperature in settings.temperatures:
             terms: dict[str, Any] = {"temperature": temperature, "ignore_eos": True}

@@ -30,7 +30,7 @@ class DraftSettings(DraftingOptions, SourceOptions, ModelServerSettings):
     """The draft samples from the fewest of the draft_top_k tokens that hold this share of their probability."""
 
     target_features: bool = False
-    """The model is an EAGLE-3 head that reads the target's hidden states, which the coordinator brings. Tandem's own."""
+    """The model is an EAGLE-3 head that reads hidden states of the target's, brought by coordinators. Tandem's own."""
     target_model: Path | None = None
     """Folder of the target, for the embedding that the head shares with it. Tandem's own."""
     draft_feature_window: int | None = Field(default=None, ge=0)

@@ -274,25 +274,34 @@ class HeadSequence:
         self._unchanged_length = min(self._unchanged_length, length)
 
     def _fault_of(self, states: HiddenStates) -> str:
-        count, width = states.shape
-        buffer = self.buffer
-        end = states.first_position + count
+        """What is wrong with the states; empty where nothing is."""
         if states.head != self.fingerprint:
             return f"they are for the head {states.head[:12] or 'without a name'}, and this is {self.fingerprint[:12]}"
         if states.layer_ids:
             return f"they are of the layers {list(states.layer_ids)}; they must be projected"
         if states.dtype != self.info.dtype:
             return f"they are {states.dtype}; they must be {self.info.dtype}"
-        size = count * width * torch.empty(0, dtype=getattr(torch, self.info.dtype)).element_size()
-        if width != self.width or len(states.data) != size:
-            return f"{len(states.data)} bytes came for {count} rows of {width} numbers; rows must have {self.width}"
-        if len(states.data) > max(MAX_PART_BYTES, size // count) or end > self.cached.max_length:
-            return f"{len(states.data)} bytes came up to position {end}, which are too many"
-        if buffer.start >= 0 and not buffer.start <= states.first_position <= buffer.end:
+        return self._wrong_size(states) or self._wrong_place(states)
+
+    def _wrong_size(self, states: HiddenStates) -> str:
+        count, width = states.shape
+        row_bytes = self.width * torch.empty(0, dtype=getattr(torch, states.dtype)).element_size()
+        size = len(states.data)
+        if width != self.width or size != count * row_bytes:
+            return f"{size} bytes came for {count} rows of {width} numbers; rows must have {self.width}"
+        if size > max(MAX_PART_BYTES, row_bytes):
+            return f"{size} bytes came at once, which are too many; {MAX_PART_BYTES} may"
+        return ""
+
+    def _wrong_place(self, states: HiddenStates) -> str:
+        first = states.first_position
+        end = first + states.shape[0]
+        if end > self.cached.max_length:
             return (
-                f"they begin at position {states.first_position}, and those from {buffer.start} to {buffer.end} are "
-                "there"
+                f"they reach position {end}, and the sequence has {self.cached.max_length} at most: too many"
             )
+        if self.buffer.start >= 0 and not self.buffer.start <= first <= self.buffer.end:
+            return f"they begin at position {first}, and those from {self.buffer.start} to {self.buffer.end} are there"
         return ""
 
     def _give_up(self, fault: str) -> None:

@@ -37,6 +37,7 @@ from tandem.model.vocabulary import vocabulary_hash
 from tandem.telemetry.logs import escape
 from tandem.v1.target_pb2 import VerifyRequest, VerifyResponse
 from tandem.wire import target as wire
+from tandem.wire.features import PassedStates
 from tandem.wire.status import Ending
 from tandem_coordinator.decoding.tokenization import TOKENIZER_FILE
 from tandem_coordinator.transport.conformance import conversation
@@ -77,7 +78,9 @@ class Conversation(conversation.Conversation[wire.Request, Said]):
         return wire.requests_to_proto(requests).SerializeToString()
 
     def _decode(self, content: bytes) -> Iterable[tuple[int, Said | Ending | ProtocolError]]:
-        return wire.answers_from_proto(VerifyResponse.FromString(content))
+        for sequence, answer in wire.answers_from_proto(VerifyResponse.FromString(content)):
+            if not isinstance(answer, PassedStates):  # nobody has asked for any
+                yield sequence, answer
 
     async def ask(self, step: VerifyStep, sequence: int = 1) -> Verification:
         """The answer to a step, as a coordinator would take it."""

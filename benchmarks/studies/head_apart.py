@@ -16,6 +16,7 @@ import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,8 +38,10 @@ from tandem.model_sources.find import find_model
 from tandem_load.common import Listed, Positive, StudySettings, one_sentence, print_row, process, service
 
 Mode = Literal["alone", "beside", "asked", "ahead", "draft", "draft-ahead"]
-COUNTS = "TANDEM_TRIAL_COUNTS"
+COUNTS = "HEAD_APART_COUNTS"
 """File to which a counting coordinator adds its bytes."""
+WRITE_SECONDS = 0.1
+"""Interval at which it does."""
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -77,6 +80,8 @@ class HeadApartSettings(StudySettings):
     """All these times are so many times as long, and what is printed is as if they were not."""
     window: int | None = None
     """Tokens of the prompt whose states the head apart reads."""
+    shared: bool = False
+    """The head's branches share passes with its proposals."""
     lead: int | None = None
     """The coordinator's target_lead."""
     dtype: str = "bfloat16"
@@ -102,6 +107,8 @@ class Cell:
     awaited: int
     counts: dict[str, int]
     texts: tuple[tuple[int, ...], ...]
+    positions: tuple[float, ...]
+    """Share of the tokens at each place of a proposal that were accepted, of those whose tokens before were."""
 
     @property
     def speed(self) -> float:
@@ -178,6 +185,8 @@ class Services:
                 window = self._settings.window
                 if window is not None:
                     words += ["--draft-feature-window", str(window)]
+                if self._settings.shared:
+                    words.append("--draft-shared-passes")
                 return target, await self._start("draft", "head", *words)
             case _:
                 assert self._draft is not None, "the demo pair has a draft"
@@ -237,6 +246,7 @@ async def measure(
             if not settings.count:
                 await complete(client, loads[0].requests[0][:1])
             cells = [await run(client, load, process_id) for load in loads]
+            await asyncio.sleep(5 * WRITE_SECONDS)
         if settings.count:
             del os.environ[COUNTS]
             found = json.loads(counts.read_text(encoding="utf-8"))
@@ -256,6 +266,7 @@ async def run(client: Client, load: Load, process_id: int) -> Cell:
     """Complete a load's requests through the coordinator with this process id."""
     tokens = proposed = accepted = rounds = hits = awaited = 0
     texts: list[tuple[int, ...]] = []
+    places: dict[int, tuple[int, int]] = {}
     before = processor_seconds(process_id)
     began = time.perf_counter()
     for batch in load.requests:
@@ -268,9 +279,13 @@ async def run(client: Client, load: Load, process_id: int) -> Cell:
             hits += stats.ahead.hits
             awaited += stats.ahead.awaited
             texts.append(each.token_ids)
+            for place, own in enumerate(stats.positions):
+                before_it = places.get(place, (0, 0))
+                places[place] = before_it[0] + own.reached, before_it[1] + own.accepted
     seconds = time.perf_counter() - began
     used = processor_seconds(process_id) - before
-    return Cell(tokens, seconds, used, proposed, accepted, rounds, hits, awaited, {}, tuple(texts))
+    rates = tuple(accepted / max(reached, 1) for reached, accepted in places.values())
+    return Cell(tokens, seconds, used, proposed, accepted, rounds, hits, awaited, {}, tuple(texts), rates)
 
 
 async def complete(client: Client, requests: Iterable[GenerationRequest]) -> list[Any]:
@@ -325,8 +340,9 @@ async def study(settings: HeadApartSettings) -> None:
             "tokens a round",
             "hits",
             "same",
+            "accepted by place",
         )
-        print_row(*["---"] * 8)
+        print_row(*["---"] * 9)
         texts: dict[str, tuple[tuple[int, ...], ...]] = {}
         for way in ways(settings):
             turns = [await measure(settings, services, way, loads) for _ in range(settings.repeats)]
@@ -343,6 +359,7 @@ async def study(settings: HeadApartSettings) -> None:
                     f"{cell.tokens / max(cell.rounds, 1):.2f}",
                     f"{cell.hits / cell.awaited:.2f}" if cell.awaited else "-",
                     sum(a == b for a, b in zip(first, cell.texts, strict=True)),
+                    " ".join(f"{rate:.2f}" for rate in cell.positions),
                 )
                 sys.stdout.flush()
             for name, number in sorted(turns[0][-1].counts.items()):
@@ -356,45 +373,54 @@ async def study(settings: HeadApartSettings) -> None:
 
 def count_bytes() -> None:
     """Let the clients of this process count the bytes of their messages, and those of hidden states in them."""
-    import atexit
-
-    from tandem.wire.features import PassedStates
     from tandem_coordinator.transport import draft_client, target_client
 
     counts: Counter[str] = Counter()
+    _count_messages(counts, "target", target_client.TargetClient)
+    _count_messages(counts, "draft", draft_client.DraftClient)
 
-    def counting(name: str, kind: Any) -> None:
-        make = kind.__init__
+    def write() -> None:
+        path = Path(os.environ[COUNTS])
+        while path.parent.is_dir():
+            part = path.with_suffix(".part")
+            part.write_text(json.dumps(dict(counts)), encoding="utf-8")
+            part.replace(path)
+            time.sleep(WRITE_SECONDS)
 
-        def make_counting(self: Any, *arguments: Any, **named: Any) -> None:
-            make(self, *arguments, **named)
-            write = self.streams.write
-            read = self.streams.read
+    threading.Thread(target=write, daemon=True).start()
 
-            def write_counted(taken: Any) -> Any:
-                taken = list(taken)
-                message = write(taken)
-                counts[f"{name}, to it"] += message.ByteSize()
-                for _, part in taken:
-                    if isinstance(part, PassedStates):
-                        counts[f"{name}, states to it"] += part.size
-                return message
 
-            def read_counted(content: bytes) -> Any:
-                counts[f"{name}, from it"] += len(content)
-                for number, answer in read(content):
-                    if isinstance(answer, PassedStates):
-                        counts[f"{name}, states from it"] += answer.size
-                    yield number, answer
+def _count_messages(counts: Counter[str], name: str, kind: Any) -> None:
+    """Let the clients of a kind count under a name."""
+    from tandem.wire.features import PassedStates
 
-            self.streams.write = write_counted
-            self.streams.read = read_counted
+    make = kind.__init__
 
-        kind.__init__ = make_counting
+    def make_counting(self: Any, *arguments: Any, **named: Any) -> None:
+        make(self, *arguments, **named)
+        write = self.streams.write
+        read = self.streams.read
 
-    counting("target", target_client.TargetClient)
-    counting("draft", draft_client.DraftClient)
-    atexit.register(lambda: Path(os.environ[COUNTS]).write_text(json.dumps(counts), encoding="utf-8"))
+        def write_counted(taken: Any) -> Any:
+            taken = list(taken)
+            message = write(taken)
+            counts[f"{name}, to it"] += message.ByteSize()
+            counts[f"{name}, states to it"] += sum(
+                part.size for _, part in taken if isinstance(part, PassedStates)
+            )
+            return message
+
+        def read_counted(content: bytes) -> Any:
+            counts[f"{name}, from it"] += len(content)
+            for number, answer in read(content):
+                if isinstance(answer, PassedStates):
+                    counts[f"{name}, states from it"] += answer.size
+                yield number, answer
+
+        self.streams.write = write_counted
+        self.streams.read = read_counted
+
+    kind.__init__ = make_counting
 
 
 def main() -> None:

@@ -37,6 +37,9 @@ class DraftSettings(DraftingOptions, SourceOptions, ModelServerSettings):
     """How many of a prompt's last tokens the head reads hidden states of, besides the last one. By default of all.
     Tandem's own."""
 
+    draft_shared_passes: bool = False
+    """The head's branches go on beside its proposals, as if they shared a pass. Of the trial."""
+
     @property
     def method(self) -> str:
         """Drafting method; standalone unless the options say otherwise."""

@@ -23,7 +23,7 @@ from tandem.drafting.proposal import Conclusion, Drafting, check_room, extend_dr
 from tandem.drafting.tokens import check_start
 from tandem.engine.core.background import HeadStart
 from tandem.engine.core.engine import Engine
-from tandem.engine.core.jobs import Continue, Done, Failed, Job
+from tandem.engine.core.jobs import Continue, Done, Failed, Job, StepRecord
 from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.hidden_states import PairedStates, Pairing, as_model
 from tandem.engine.interface import EngineOwner, EngineSettings
@@ -113,6 +113,22 @@ class HeadPass:
 
 class HeadEngine(Engine[HeadPass, Proposal | None]):
     """Runs a head. Each job begins again behind the pairs that were read with the target's states."""
+
+    shares_passes = False
+    """Branches go on beside jobs, as they could in one pass, of which only the jobs' part is counted as a step: a paced
+    service sleeps once for both. Otherwise they wait until no job runs."""
+    _is_beside = False
+
+    def _step(self) -> bool:
+        has_run = super()._step()
+        if self.shares_passes and not self._background.is_empty:
+            self._is_beside = True
+            self._background.run()
+            self._is_beside = False
+        return has_run
+
+    def _stepped(self, record: StepRecord) -> StepRecord:
+        return record if self._is_beside else super()._stepped(record)
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -506,6 +522,7 @@ def load_head_apart(
     # A pair's keys depend on a token that its own sequence does not show.
     limits = replace(EngineSettings.of(settings), prefix_reuse=False)
     engine = _make_engine(backends, limits, on_step, on_failure)
+    engine.shares_passes = settings.draft_shared_passes
     proposer = HeadProposer(
         engine,
         states,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tandem.clients.client import Client, Completed
-from tandem.model.types import GenerationRequest, HiddenStates
+from tandem.model.types import MAX_FEATURE_BYTES, GenerationRequest, HiddenStates
 from tandem_draft.proposers.head_apart import HeadProposer, HeadSequence, load_head_apart
 from tandem_draft.servicer import DraftServicer
 from tandem_draft.settings import DraftSettings
@@ -146,6 +146,29 @@ async def test_a_cached_prefix_has_its_states() -> None:
     assert second.summary.cached_tokens
     assert second.token_ids == first.token_ids
     assert accepted([second]) == accepted([first])
+
+
+async def test_each_position_is_sent_once_and_long_prompts_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At temperature 0 the target knows which positions stay."""
+    taken: list[HiddenStates] = []
+    take = HeadSequence.take_states
+
+    def note(sequence: HeadSequence, states: HiddenStates) -> None:
+        taken.append(states)
+        take(sequence, states)
+
+    monkeypatch.setattr(HeadSequence, "take_states", note)
+    async with services() as own:
+        [found] = await completed(own, replace(GREEDY, prompt=PROMPT * 12))
+    positions = [
+        at for each in taken for at in range(each.first_position, each.first_position + each.shape[0])
+    ]
+    assert positions == list(range(len(positions)))
+    # Nobody asks for anything behind the last round
+    length = found.summary.prompt_tokens + TOKENS
+    assert length - 8 <= len(positions) < length
+    assert max(len(each.data) for each in taken) <= MAX_FEATURE_BYTES
+    assert len(taken) > len(positions) * 320 * 4 / MAX_FEATURE_BYTES
 
 
 def _with_nan(states: HiddenStates) -> HiddenStates:

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from tandem.clients.client import Client, Completed
-from tandem.model.types import MAX_FEATURE_BYTES, GenerationRequest, HiddenStates
+from tandem.errors import CapacityError
+from tandem.model.types import MAX_FEATURE_BYTES, GenerationRequest, HiddenStates, Proposal, ProposeStep
 from tandem_draft.proposers.head_apart import HeadProposer, HeadSequence, load_head_apart
 from tandem_draft.servicer import DraftServicer
 from tandem_draft.settings import DraftSettings
@@ -169,6 +170,41 @@ async def test_each_position_is_sent_once_and_long_prompts_in_parts(monkeypatch:
     assert length - 8 <= len(positions) < length
     assert max(len(each.data) for each in taken) <= MAX_FEATURE_BYTES
     assert len(taken) > len(positions) * 320 * 4 / MAX_FEATURE_BYTES
+
+
+@pytest.mark.parametrize("ahead", ["off", 8])
+async def test_a_draft_that_begins_anew_goes_without_the_states_before(
+    ahead: str | int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not sent again: it drafts by those of the rounds that follow."""
+    starts: list[int] = []
+    steps: list[HeadSequence] = []
+    propose = HeadSequence.propose
+    take = HeadSequence.take_states
+
+    async def fail_once(sequence: HeadSequence, step: ProposeStep) -> Proposal | None:
+        steps.append(sequence)
+        if len(steps) == 6:
+            raise CapacityError("this sequence has to go")
+        return await propose(sequence, step)
+
+    def note(sequence: HeadSequence, states: HiddenStates) -> None:
+        if sequence.buffer.start < 0:
+            starts.append(states.first_position)
+        take(sequence, states)
+
+    monkeypatch.setattr(HeadSequence, "propose", fail_once)
+    monkeypatch.setattr(HeadSequence, "take_states", note)
+    request = replace(GREEDY, max_tokens=240)
+    async with services() as own:
+        [alone] = await completed(own, replace(request, speculation=False))
+        [found] = await completed(own, request, draft_ahead=ahead)
+    assert found.token_ids == alone.token_ids
+    assert starts[0] == 0
+    assert len(starts) > 1
+    assert min(starts[1:]) > found.summary.prompt_tokens
+    later = found.drafted[len(found.drafted) // 2 :]
+    assert sum(later) > len(later) / 4
 
 
 def _with_nan(states: HiddenStates) -> HiddenStates:

@@ -49,8 +49,8 @@ COLD_ROUNDS = 2
 """Further rounds of each request that are as slow as a trial's, where the target led alone: it begins anew before the
 trial and behind it."""
 SETTLING_ROUNDS = 8
-"""Predictions are renewed when an eighth more rounds are counted, at the latest after eight of each request: one takes as
-long as all else that the controller does in twenty rounds, and medians over 32 rounds change slowly."""
+"""Predictions are renewed when an eighth more rounds are counted, at the latest after eight of each request: one takes
+as long as all else that the controller does in twenty rounds, and medians over 32 rounds change slowly."""
 WAKINGS = 2.0
 """Health checks that a question takes as long as: it wakes the engine's thread, and the event loop for its answer."""
 
